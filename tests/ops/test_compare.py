@@ -93,9 +93,18 @@ def test_batch_sizes_and_events_explain(tmp_path: Path) -> None:
 
 def test_a_run_of_mt_with_a_log_of_megatron(tmp_path: Path) -> None:
     (tmp_path / "megatron.log").write_text(MEGATRON)
-    a = write(tmp_path / "a", rates=[1.5e-4, 3e-4], losses=[4.947, 4.6], batch=16)
+    a = write(tmp_path / "a", rates=[1.5e-4, 3e-4], losses=[4.947, 4.6], batch=16, model__family="gpt")
     result = CliRunner().invoke(APP, [str(a), str(tmp_path / "megatron.log")])
     assert "they part at step 1 in grad_norm: 1 | 4.144" in result.output
+    assert "configuration: B has none that can be compared; whether keys differ is not known" in result.output
+    assert "in A and None in B" not in result.output
+    assert "nothing before it that differs explains this" in result.output
+
+
+def test_keys_of_a_section_that_one_run_does_not_have_are_no_causes(tmp_path: Path) -> None:
+    a = write(tmp_path / "a", rates=RATES, losses=LOSSES, kernels__attention="flash", model__width=8)
+    b = write(tmp_path / "b", rates=RATES, losses=[5.1, 4.0, 3.0, 2.0], model__width=9)
+    assert [cause.key for cause in compare(open_run(a), open_run(b)).causes] == ["model.width"]
 
 
 def averaged(a: Path, every: int, *, first: bool = True) -> list[str]:

@@ -15,6 +15,7 @@ from mt_data.indexed import IndexedDatasetWriter
 from mt_ops.compare.comparison import compare, lines
 from mt_ops.compare.drawn_samples import drawn_samples
 from mt_ops.reading.opening import open_run
+from mt_ops.reading.run import Run, Series
 from mt_ops.report.page import report
 
 
@@ -71,9 +72,41 @@ def test_runs_that_recorded_no_files_are_compared_by_the_fingerprints_of_their_c
     a, b = map(open_run, paths)
     compared = compare(a, b, samples=drawn_samples(a, b, 2))
     assert [content.key for content in compared.contents] == ["data.content"]
-    assert f"the same configuration read other content from {tmp_path}/tokens" in compared.causes[0].text
+    assert f"the same [data] read other content from {tmp_path}/tokens" in compared.causes[0].text
     assert len(compared.changed) == 1
     assert compared.changed[0].startswith(f"{tmp_path}/tokens is no longer what a was trained on")
+
+
+def run_of(name: str, tokenizer_model: str, **identity: str) -> Run:
+    data = {f"{section}.content": fingerprint for section, fingerprint in identity.items()}
+    start = {"time": 1.0, "iteration": 0, "kind": "start", "data": data, "files": []}
+    config = {"tokenizer.tokenizer_model": tokenizer_model, "data.seq_length": 16}
+    losses = Series(np.array([1]), np.array([5.0 if name == "a" else 4.0]))
+    return Run(name, Path(name), "mt", {"loss": losses}, config=config, events=[start])
+
+
+@pytest.mark.parametrize(
+    ("other", "texts"),
+    [
+        # Named by the configuration, which is the whole cause.
+        (run_of("b", "second", data="d2", tokenizer="t2"), ["tokenizer.tokenizer_model is first in A and second in B"]),
+        (
+            run_of("b", "first", data="d2", tokenizer="t2"),
+            [
+                "tokenizer.content is t1 in A and t2 in B: the same [tokenizer] read other content from the "
+                "tokenizer's files",
+                "data.content is d1 in A and d2 in B: its texts have other tokens by the tokenizer, or are other texts",
+            ],
+        ),
+        (
+            run_of("b", "first", data="d2", tokenizer="t1"),
+            ["data.content is d1 in A and d2 in B: the same [data] read other content from its data"],
+        ),
+    ],
+)
+def test_another_tokenizer_comes_before_the_tokens_that_follow_from_it(other: Run, texts: list[str]) -> None:
+    compared = compare(run_of("a", "first", data="d1", tokenizer="t1"), other)
+    assert [cause.text for cause in compared.causes] == texts
 
 
 def test_any_byte_of_a_small_file_and_blocks_of_a_large_one_are_looked_at(tmp_path: Path) -> None:

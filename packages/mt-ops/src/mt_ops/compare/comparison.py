@@ -11,7 +11,13 @@ from mt_ops.compare.quantities import Parting, Quantity, first_parting, quantiti
 from mt_ops.reading.data_contents import OtherContent, changed_since, other_contents
 from mt_ops.reading.run import Run
 from mt_ops.report.html import shown
-from mt_ops.report.sections.configuration import differing, flat_environment, sections_as_a_whole
+from mt_ops.report.sections.configuration import (
+    absent_sections,
+    differing,
+    flat_environment,
+    section_of,
+    sections_as_a_whole,
+)
 
 if TYPE_CHECKING:
     from mt_ops.compare.drawn_samples import DrawnSamples
@@ -44,15 +50,27 @@ class Comparison:
 
 def compare(a: Run, b: Run, tolerance: float = TOLERANCE, samples: DrawnSamples | None = None) -> Comparison:
     """tolerance: relative, of losses, norms and other computed values."""
-    configuration = list(differing([a.config, b.config], [a.config, b.config])) if a.config and b.config else []
+    configs = [a.config, b.config]
+    configuration = list(differing(configs, configs)) if not without_configuration(a, b) else []
+    absent = absent_sections(configuration, configs)
+    known = [row for row in configuration if section_of(row[0]) not in absent]
     places = [dict(flat_environment(run)) for run in (a, b)]
     environment = list(differing(places, places)) if all(places) else []
     compared = quantities(a, b, tolerance)
     contents = other_contents(a, b)
     changed = [line for run in (a, b) for line in changed_since(run)]
     changed += samples.warnings if samples is not None else ()
-    found = causes(a, b, compared, configuration, contents, None if samples is None else samples.other)
+    found = causes(a, b, compared, known, contents, None if samples is None else samples.other)
     return Comparison(a, b, configuration, environment, contents, changed, samples, compared, found)
+
+
+def without_configuration(a: Run, b: Run) -> list[str]:
+    """ "A" and "B", where a run has no configuration whose keys the other one could have."""
+    sections = [set(map(section_of, run.config)) for run in (a, b)]
+    if sections[0] & sections[1]:
+        return []
+    names = {"A": a, "B": b}
+    return [name for name, run in names.items() if run.source != "mt" or not run.config] or list(names)
 
 
 def to_dict(comparison: Comparison) -> dict[str, Any]:
@@ -63,6 +81,7 @@ def to_dict(comparison: Comparison) -> dict[str, Any]:
         "first": None if first is None else {"quantity": first.name, **asdict(first.parts)},  # type: ignore[arg-type]
         "causes": [asdict(cause) for cause in comparison.causes],
         "quantities": [asdict(quantity) for quantity in comparison.quantities],
+        "without_configuration": without_configuration(comparison.a, comparison.b),
         "configuration": [list(row) for row in comparison.configuration],
         "environment": [list(row) for row in comparison.environment],
         "contents": [asdict(content) for content in comparison.contents],
@@ -76,6 +95,9 @@ def lines(comparison: Comparison) -> Iterator[str]:
     yield f"A {comparison.a.path} ({comparison.a.source}), {comparison.a.last_step:,} steps"
     yield f"B {comparison.b.path} ({comparison.b.source}), {comparison.b.last_step:,} steps"
     configs = [comparison.a.config, comparison.b.config]
+    if absent := without_configuration(comparison.a, comparison.b):
+        names = " and ".join(absent) + (" have" if len(absent) > 1 else " has")
+        yield f"configuration: {names} none that can be compared; whether keys differ is not known"
     yield from _rows("configuration", sections_as_a_whole(comparison.configuration, configs))
     yield from _rows("environment", comparison.environment)
     yield from (f"data: {content.text}" for content in comparison.contents)

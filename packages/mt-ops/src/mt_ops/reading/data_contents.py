@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -12,8 +12,8 @@ from mt_ops.reading.json_lines import read_json
 from mt_ops.reading.run import Run
 
 CHECKPOINTS, LATEST, METADATA = "checkpoints", "latest", "metadata.json"
-CONTENT = "data.content"
-"""Key of the training data's fingerprint."""
+CONTENT, TOKENIZER = "data.content", "tokenizer.content"
+"""Keys of the fingerprints of the training data and of the tokenizer."""
 DIGITS = 12
 """Digits of a digest that are shown: enough to show that two differ."""
 
@@ -74,16 +74,23 @@ def _content(entry: Mapping[str, Any]) -> str:
 
 
 def _other_identities(a: Run, b: Run, first: TrainedData, second: TrainedData) -> Iterator[OtherContent]:
-    """Fingerprints that differ; nothing where the configuration names other files: then it is what differs."""
-    for key in sorted(first.identity.keys() & second.identity.keys()):
-        mine, theirs = first.identity[key], second.identity[key]
-        if mine != theirs and _section(a, key) == _section(b, key):
-            named = ", ".join(data_paths(a.config)) if key.startswith("data.") else "the tokenizer's files"
-            yield OtherContent(
-                key,
-                f"{key} is {mine[:DIGITS]} in A and {theirs[:DIGITS]} in B: the same configuration read other content "
-                f"from {named or 'its data'}",
-            )
+    """Fingerprints that differ, the tokenizer's first; nothing where the configuration names other files: then it is
+    what differs. Data of texts has another fingerprint for another tokenizer."""
+    other = [
+        key for key in first.identity.keys() & second.identity.keys() if first.identity[key] != second.identity[key]
+    ]
+    same_tokenizer = _section(a, TOKENIZER) == _section(b, TOKENIZER)
+    for key in sorted(other, key=lambda key: (not key.startswith("tokenizer."), key)):
+        if _section(a, key) == _section(b, key) and (same_tokenizer or key != CONTENT):
+            digests = f"{key} is {first.identity[key][:DIGITS]} in A and {second.identity[key][:DIGITS]} in B"
+            yield OtherContent(key, f"{digests}: {_reason(key, other, a)}")
+
+
+def _reason(key: str, other: Sequence[str], run: Run) -> str:
+    if key == CONTENT and TOKENIZER in other:
+        return "its texts have other tokens by the tokenizer, or are other texts"
+    named = ", ".join(data_paths(run.config)) if key.startswith("data.") else "the tokenizer's files"
+    return f"the same [{key.partition('.')[0]}] read other content from {named or 'its data'}"
 
 
 def _section(run: Run, key: str) -> dict[str, Any]:

@@ -39,10 +39,10 @@ def differing(all_values: Sequence[Mapping[str, Any]], shown: Sequence[Mapping[s
 def sections_as_a_whole(rows: Sequence[Sequence[Any]], configs: Sequence[Mapping[str, Any]]) -> list[list[Any]]:
     """Rows [key, value of each of `configs`], with one row for a section that some of them do not have: that of a
     distribution which was not installed there. Others have its number of values; no configuration at all has no say."""
-    absent = {section for section in map(_section, (row[0] for row in rows)) if _is_absent(section, configs)}
+    absent = absent_sections(rows, configs)
     whole: dict[str, list[Any]] = {}
     for row in rows:
-        section = _section(row[0])
+        section = section_of(row[0])
         if section not in absent:
             whole[str(row[0])] = list(row)
         elif f"[{section}]" not in whole:
@@ -50,7 +50,12 @@ def sections_as_a_whole(rows: Sequence[Sequence[Any]], configs: Sequence[Mapping
     return list(whole.values())
 
 
-def _section(key: Any) -> str:
+def absent_sections(rows: Sequence[Sequence[Any]], configs: Sequence[Mapping[str, Any]]) -> set[str]:
+    """Sections of the keys of `rows` that some of the configurations do not have, so that their values are unknown."""
+    return {section for section in map(section_of, (row[0] for row in rows)) if _is_absent(section, configs)}
+
+
+def section_of(key: Any) -> str:
     return str(key).partition(".")[0]
 
 
