@@ -200,6 +200,12 @@ MISSING = [
 ]
 
 
+def test_awq_with_zero_points_needs_them() -> None:
+    config = {"quantization_config": {**CASES["awq"][0]["quantization_config"], "zero_point": True}}
+    with pytest.raises(CheckpointError, match=r"a\.b is quantized, but a\.b\.qzeros is missing"):
+        dequantized(stored(without("awq", "qzeros")), config)
+
+
 @pytest.mark.parametrize("dtype", [torch.int8, torch.float8_e4m3fn])
 def test_codes_without_a_scale_are_refused(dtype: torch.dtype) -> None:
     """compressed-tensors finds its weights by their scales."""
@@ -238,6 +244,7 @@ MISSHAPEN = [
     ("awq", "qweight", lambda codes: codes.flatten(), "a.b.qweight has the shape"),
     ("awq", "scales", lambda scale: scale.T.contiguous(), "a.b.scales has the shape"),
     ("mlx, 4 bits", "scales", lambda scale: scale[:1], "a.b.scales has the shape"),
+    ("mlx, 4 bits", "biases", lambda bias: bias.int(), "a.b.biases is int32; this format has float16"),
     ("bitsandbytes", "weight.absmax", lambda largest: largest[1:], "a.b.weight.absmax has the shape"),
 ]
 

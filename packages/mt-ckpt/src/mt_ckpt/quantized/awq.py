@@ -38,6 +38,8 @@ BITS, PER_WORD = 4, 8
 class Awq:
     group: int
     """Inputs that share a scale; -1: all."""
+    zero_point: bool = False
+    """Whether a weight without zero points is an error."""
 
     def claims(self, tensors: ExternalTensors) -> Claims:
         return Claims([self._weight(tensors, module) for module in modules_with(tensors, ".qweight")])
@@ -54,6 +56,8 @@ class Awq:
             raise CheckpointError(f"{roles['qweight']}: {inputs} inputs are no multiple of group_size={group}")
         of = f"{module}.weight {[outputs, inputs]}"
         require_shape(roles["scales"], scales, (inputs // group, outputs), of=of)
+        if self.zero_point:
+            require(tensors, module, f"{module}.qzeros")
         if f"{module}.qzeros" in tensors.infos:
             roles["qzeros"] = f"{module}.qzeros"
             require_dtype(roles["qzeros"], tensors.infos[roles["qzeros"]], torch.int32)
@@ -91,4 +95,5 @@ def scheme_of(config: Mapping[str, Any]) -> Awq:
     bits = config.get("bits", config.get("w_bit", BITS))
     if bits != BITS:
         raise ConfigError(f"quantization_config.bits={bits} of AWQ is not supported; it can be {BITS}")
-    return Awq(int(config.get("group_size", config.get("q_group_size", 128))))
+    group = int(config.get("group_size", config.get("q_group_size", 128)))
+    return Awq(group, zero_point=bool(config.get("zero_point", False)))

@@ -68,6 +68,8 @@ class Mlx:
         if chosen.mode == "affine":
             roles["biases"] = f"{module}.biases"
             require_shape(roles["biases"], require(tensors, name, roles["biases"]), grid, of=of)
+            for role in ("scales", "biases"):
+                require_dtype(roles[role], tensors.infos[roles[role]], torch.float16, torch.bfloat16, torch.float32)
             dtype, ranges = scales.dtype, {"scales": "finite", "biases": "finite"}  # a scale may be negative here
         else:
             require_dtype(roles["scales"], scales, torch.uint8)
