@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import re
+import signal
 import socket
 import threading
 import time
@@ -273,6 +274,48 @@ def test_a_request_that_is_not_read_can_be_withdrawn_once(tmp_path: Path) -> Non
     assert [withdraw(tmp_path, request), withdraw(tmp_path, request)] == [True, False]
     with pytest.raises(ConfigError, match="no config.json"):
         write_request(tmp_path / "nowhere", "stop")
+
+
+def test_a_request_is_refused_when_it_is_wanted_no_more(tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text("{}")
+    late, early = write_request(tmp_path, "stop", seconds=-1.0), write_request(tmp_path, "save", seconds=60.0)
+    for_ever = write_request(tmp_path, "note", "x")
+    folder = RequestFolder(tmp_path)
+    assert folder.waits()
+    assert {request.id for request in folder.take()} == {early.id, for_ever.id}
+    answer = read_answer(tmp_path, late)
+    assert answer is not None
+    assert not answer.ok
+    assert re.fullmatch(r"the request was wanted until \d{4}-\d\d-\d\d [\d:]+ alone", answer.text)
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT, signal.SIGHUP])
+def test_a_signal_withdraws_the_request(mt: Callable[..., Any], tmp_path: Path, number: signal.Signals) -> None:
+    (tmp_path / "config.json").write_text("{}")
+    folder = tmp_path / CONTROL_FOLDER
+    before = signal.getsignal(number)
+    asked = []
+
+    def end_when_asked() -> None:
+        while not asked and watcher_until > time.monotonic():
+            asked.extend(folder.glob("request-*"))
+            time.sleep(0.01)
+        os.kill(os.getpid(), number)
+
+    watcher_until = time.monotonic() + 10
+    watcher = threading.Thread(target=end_when_asked)
+    watcher.start()
+    told = mt("ctl", str(tmp_path), "stop", "--timeout", "60")
+    watcher.join()
+    assert (told.code, "which is withdrawn" in told.err) == (128 + number, True)
+    assert len(asked) == 1
+    assert list(folder.iterdir()) == []
+    assert signal.getsignal(number) is before
+
+
+def test_set_takes_one_value_at_a_time(mt: Callable[..., Any], tmp_path: Path) -> None:
+    told = mt("ctl", str(tmp_path), "set", "optimizer.lr=1", "optimizer.min_lr=0")
+    assert (told.code, "set optimizer.lr=1 optimizer.min_lr=0: one KEY=VALUE at a time" in told.err) == (2, True)
 
 
 def ask_two_ranks(rank: int, world: int, folder: str, tensor_parallel: int) -> tuple[int, list[float]]:

@@ -1,7 +1,8 @@
 """Requests to a running training, as files in `control` of its run directory (`mt ctl`). Needs no torch.
 
-A request is `request-ID.json`: {"command", "argument", "by", "time"}. It is written under another name and renamed, so
-that the run reads all of it or nothing. The run answers with `answer-ID.json`: {"ok", "text", "iteration", "time"}, and
+A request is `request-ID.json`: {"command", "argument", "by", "time", "until"}. It is written under another name and
+renamed, so that the run reads all of it or nothing. After `until` (seconds since the epoch, null for ever) the run
+refuses it: who asked waits no more. The run answers with `answer-ID.json`: {"ok", "text", "iteration", "time"}, and
 removes the request. Files work over a shared file system, from a machine that cannot reach those of the run.
 
 A request is read only if it is a regular file that belongs to the user of the run (or to root) and that nobody else may
@@ -12,6 +13,7 @@ from __future__ import annotations
 
 import getpass
 import json
+import math
 import os
 import stat
 import time
@@ -46,12 +48,15 @@ class RunAnswer:
     iteration: int
 
 
-def write_request(run_dir: Path, command: str, argument: str = "") -> RunRequest:
-    """Ask the run of a directory. Raises ConfigError where the directory is none of a run, or cannot be written."""
+def write_request(run_dir: Path, command: str, argument: str = "", seconds: float | None = None) -> RunRequest:
+    """Ask the run of a directory. seconds: for which the request is wanted; None for ever. Raises ConfigError where the
+    directory is none of a run, or cannot be written."""
     require_run_directory(run_dir)
     request = RunRequest(uuid.uuid4().hex[:12], command, argument, _user())
     folder = run_dir / CONTROL_FOLDER
-    content = {"command": command, "argument": argument, "by": request.by, "time": time.time()}
+    now = time.time()
+    until = None if seconds is None else now + seconds
+    content = {"command": command, "argument": argument, "by": request.by, "time": now, "until": until}
     try:
         folder.mkdir(mode=0o700, exist_ok=True)
         _write(folder / f"{REQUEST}{request.id}.json", content)
@@ -139,10 +144,16 @@ class RequestFolder:
         path.unlink(missing_ok=True)
         try:
             content: Any = json.loads(data) if len(data) <= MOST_BYTES else None
-            return RunRequest(id_, str(content["command"]), str(content.get("argument", "")), str(content["by"]))
+            request = RunRequest(id_, str(content["command"]), str(content.get("argument", "")), str(content["by"]))
+            until = math.inf if content.get("until") is None else float(content["until"])
         except (ValueError, TypeError, KeyError, AttributeError, RecursionError):
             self.answer(RunRequest(id_, "", "", ""), ok=False, text="this is no request of mt ctl", iteration=-1)
             return None
+        if time.time() > until:
+            # Whoever asked waits no more, unless the clocks of both machines differ.
+            self.answer(request, ok=False, text=f"the request was wanted until {_clock(until)} alone", iteration=-1)
+            return None
+        return request
 
 
 def _refusal(status: os.stat_result, is_kind: Any) -> bool:
@@ -159,6 +170,10 @@ def _write(path: Path, content: Mapping[str, Any]) -> None:
         file.flush()
         os.fsync(descriptor)
     temporary.replace(path)
+
+
+def _clock(seconds: float) -> str:
+    return time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(seconds))
 
 
 def _user() -> str:

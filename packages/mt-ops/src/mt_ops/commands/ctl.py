@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+import signal
+import threading
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Annotated
 
@@ -46,7 +50,7 @@ def ctl(
 
     Works from any machine that sees the directory, by the user who started the run. The request and its answer are in
     the run's events. Exit code 1 when the run refuses or has ended, 75 when it has not answered in time: the request is
-    then withdrawn, if the run has not read it.
+    then withdrawn, if the run has not read it, as it is where a signal ends the command.
     """
     requests = load_plugins()[RUN_REQUESTS]
     if command not in requests.names():
@@ -54,14 +58,23 @@ def ctl(
         raise ConfigError(
             f"mt ctl {run} {command}: a run can be asked for {known}{did_you_mean(command, requests.names())}"
         )
+    text = " ".join(argument or [])
+    if command == "set" and len(argument or []) > 1:
+        raise ConfigError(f"mt ctl {run} set {text}: one KEY=VALUE at a time; quote a value that has spaces")
     require_run_directory(run)
     watched = WatchedState(run)
     _require_running(run, watched.look())
-    request = write_request(run, command, " ".join(argument or []))
     if timeout == 0:
+        request = write_request(run, command, text)
         typer.echo(f"asked {run} for {command} (request {request.id})")
         return
-    answer = wait_for_answer(run, request, timeout, watched)
+    with _signals_raise():
+        request = write_request(run, command, text, timeout)
+        try:
+            answer = wait_for_answer(run, request, timeout, watched)
+        except BaseException:
+            typer.echo(_what_becomes_of(run, request), err=True)
+            raise
     if answer is None:
         state = watched.look()
         if state.is_over and withdraw(run, request):
@@ -125,10 +138,29 @@ def _require_running(run: Path, state: RunState) -> None:
 
 
 def _report_silence(run: Path, request: RunRequest, timeout: float) -> None:
-    withdrawn = withdraw(run, request)
-    what = (
-        "it has not read the request, which is withdrawn: is it running (mt watch shows it)?"
-        if withdrawn
-        else "it has read the request, and will do what it says"
-    )
-    typer.echo(f"no answer of {run} in {timeout:g} s; {what}", err=True)
+    typer.echo(f"no answer of {run} in {timeout:g} s; {_what_becomes_of(run, request)}", err=True)
+
+
+def _what_becomes_of(run: Path, request: RunRequest) -> str:
+    """Withdraws the request if it was not read."""
+    if withdraw(run, request):
+        return "it has not read the request, which is withdrawn: is it running (mt watch shows it)?"
+    return "it has read the request, and will do what it says"
+
+
+@contextmanager
+def _signals_raise() -> Iterator[None]:
+    """SIGTERM and SIGHUP leave the block by SystemExit, as SIGINT does by KeyboardInterrupt."""
+    if threading.current_thread() is not threading.main_thread():
+        yield  # which alone may handle signals
+        return
+    before = {number: signal.signal(number, _leave) for number in (signal.SIGTERM, signal.SIGHUP)}
+    try:
+        yield
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
+
+
+def _leave(number: int, frame: object) -> None:
+    raise SystemExit(128 + number)
