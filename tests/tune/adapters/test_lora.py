@@ -94,6 +94,16 @@ def test_merging_rounds_once(host, base) -> None:
     assert torch.equal(MergedCheckpoint(source, host).read(f"{name}.weight"), expected)
 
 
+@pytest.mark.parametrize("target", ["output_layer", "word_embeddings"])
+def test_merging_into_a_tied_matrix_is_refused(host, target) -> None:
+    """One of the two layers would be changed that the adapter leaves as it is."""
+    tied = base_of(host, {**LLAMA, "untie_embeddings_and_output_weights": False})
+    model, config = adapted(host, tied, {**LORA, "targets": [target]})
+    assert not torch.allclose(logits(model), logits(loaded(host, tied)), atol=1e-3)
+    with pytest.raises(ConfigError, match="is tied: token embeddings and LM head are one matrix"):
+        MergedCheckpoint(reader_of(model, config), host)
+
+
 @pytest.mark.parametrize(
     ("change", "words"),
     [
