@@ -99,7 +99,7 @@ def test_a_run_is_resumed_with_its_maps_which_the_student_does_not_have(teacher:
     Trainer(config(f"checkpoint.load={json.dumps(str(tmp_path / 'whole'))}"))
     files[1].unlink()
     longer = ("train.train_iters=6", "checkpoint.accept_changes=['train.train_iters']")
-    with pytest.raises(CheckpointError, match="goes on with the matrices that it had"):
+    with pytest.raises(CheckpointError, match="continues with the matrices that it had"):
         Trainer(distilled(teacher, *keys, *longer), run_dir=tmp_path / "parts").train()
 
 

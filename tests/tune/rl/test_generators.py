@@ -102,7 +102,13 @@ LAYOUTS: dict[str, tuple[tuple[str, ...], tuple[str, ...]]] = {
 RUNS = InTurn(of_layout, *([(2, keys) for keys in pair] for pair in LAYOUTS.values()))
 
 
-@pytest.mark.parametrize("layout", LAYOUTS)
+IN_CI = ("tp to tp", "pp to dp on two nodes")
+"""Programs of four processes; the others have three."""
+
+
+@pytest.mark.parametrize(
+    "layout", [pytest.param(one, marks=pytest.mark.long if one in IN_CI else ()) for one in LAYOUTS]
+)
 def test_weights_come_from_every_layout(layout: str) -> None:
     """35 s for all."""
     here, there = (RUNS.result(2, keys) for keys in LAYOUTS[layout])
@@ -125,6 +131,7 @@ def in_parts(rank: int, world: int, last_steps: tuple[int | None, ...]) -> Any:
 PARTS = InTurn(in_parts, [(2, (None,))], [(2, (3, None))])
 
 
+@pytest.mark.long
 def test_several_processes_train_while_completions_are_drawn() -> None:
     """Within the bound of staleness, over changes of the weights, and resumed with what was in progress. 12 s"""
     whole, drawn = PARTS.result(2, (None,))

@@ -120,7 +120,7 @@ class LockstepEngine:
             self._ended(request, index)
 
     def load_adapter(self, name: str, folder: Path) -> None:
-        """See InferenceEngine; while requests run; on one process, which alone can refuse what it finds."""
+        """See InferenceEngine. Works while requests run, on one process, which alone can refuse what it finds."""
         self._require_one_process()
         self.engine.load_adapter(name, folder)
 

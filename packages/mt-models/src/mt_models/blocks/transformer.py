@@ -147,23 +147,10 @@ def _remake_norms(layers: Iterable[nn.Module]) -> None:
 
 
 class ParallelResidualLayer(TransformerLayer):
-    """x + attention(norm_1(x)) + feed_forward(norm_2(x)): both read the same x (GPT-NeoX)."""
+    """x + attention(norm_1(x)) + feed_forward(norm_2(x)): both read the same x (GPT-NeoX).
 
-    def forward(
-        self,
-        x: Tensor,
-        pattern: AttentionPattern,
-        angles: RotaryAngles | None = None,
-        cache: Cache | None = None,
-    ) -> Tensor:
-        x, normed = self.input_layernorm.add(x)
-        attended = self.attention_dropout(self.self_attention(normed, pattern, angles, cache))
-        x, normed = self.pre_mlp_layernorm.add(x)
-        return x + attended + self.mlp_dropout(self.mlp(normed))
-
-
-class SharedNormLayer(TransformerLayer):
-    """x + attention(norm(x)) + feed_forward(norm(x)): one norm for both branches (GPT-J, Falcon 7B)."""
+    shares_norm: norm_2 is norm_1 (GPT-J, Falcon 7B).
+    """
 
     def __init__(
         self,
@@ -172,9 +159,13 @@ class SharedNormLayer(TransformerLayer):
         feed_forward: nn.Module,
         ctx: ParallelContext,
         attention: nn.Module | None = None,
+        *,
+        shares_norm: bool = False,
     ) -> None:
         super().__init__(config, core, feed_forward, ctx, attention)
-        del self.pre_mlp_layernorm
+        if shares_norm:
+            del self.pre_mlp_layernorm
+        self.shares_norm = shares_norm
 
     def forward(
         self,
@@ -185,6 +176,8 @@ class SharedNormLayer(TransformerLayer):
     ) -> Tensor:
         x, normed = self.input_layernorm.add(x)
         attended = self.attention_dropout(self.self_attention(normed, pattern, angles, cache))
+        if not self.shares_norm:
+            x, normed = self.pre_mlp_layernorm.add(x)
         return x + attended + self.mlp_dropout(self.mlp(normed))
 
 

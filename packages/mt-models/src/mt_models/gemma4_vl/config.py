@@ -20,10 +20,10 @@ from mt_models.llava.dynamic_config import (
     DynamicResolutionConfig,
     MergedPatchConfig,
     check_samples,
-    largest_image,
+    largest_image_flops,
     refuse_context_parallel,
 )
-from mt_models.vision.config import ImageFlops, check_tensor_parallel
+from mt_models.vision.config import check_tensor_parallel
 
 
 class Gemma4VisionConfig(MergedPatchConfig):
@@ -205,28 +205,12 @@ PRESETS: dict[str, dict[str, Any]] = {
 # -- FLOPs (counted as in mt_models.flops) -----------------------------------------------------------
 
 
-def image_flops(config: Gemma4VisionConfig, cells: int) -> ImageFlops:
-    """Forward FLOPs of an image of so many cells, in which all patches see one another."""
-    patches, hidden = cells * config.merged_patches, config.hidden_size
-    heads = config.num_attention_heads * config.head_dim
-    projections = 2 * hidden * config.head_dim * (2 * config.num_attention_heads + 2 * config.query_groups)
-    return ImageFlops(
-        patches=2 * patches * config.num_channels * config.patch_dim**2 * hidden,
-        attention_projections=config.num_layers * patches * projections,
-        attention_core=config.num_layers * 4 * patches**2 * heads,
-        feed_forward=config.num_layers * patches * 6 * hidden * config.ffn_size,
-        pooler=0.0,
-        output=0.0,
-    )
-
-
 def training_flops(config: Config) -> float:
     """See `ModelSpec.training_flops`: of a sample with one image, the largest that it can have."""
     model: Any = config.model
-    tower, decoder, length = model.vision_model, model.decoder, config.data.seq_length
-    cells = largest_image(config)
-    image = image_flops(tower, cells).training + 3 * 2.0 * cells * tower.hidden_size * decoder.hidden_size
-    return float(image + length * flops_per_token(decoder, length).training)
+    length = config.data.seq_length
+    text = length * flops_per_token(model.decoder, length).training
+    return largest_image_flops(config, model.vision_model.hidden_size * model.decoder.hidden_size) + text
 
 
 MEGATRON = MegatronMap(unsupported="Megatron has no vision transformer with pooled patches, and no Gemma 4")

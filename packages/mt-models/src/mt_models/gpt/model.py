@@ -20,7 +20,7 @@ from mt_models.blocks.embedding import LearnedTable, like_token_embeddings
 from mt_models.blocks.position_bias import alibi_slopes
 from mt_models.blocks.predicting_decoder import PredictsTokens
 from mt_models.blocks.rotary import FixedRotary, RotaryAngles, inverse_frequencies
-from mt_models.blocks.transformer import ParallelResidualLayer, SharedNormLayer, TransformerLayer
+from mt_models.blocks.transformer import ParallelResidualLayer, TransformerLayer
 from mt_models.gpt.config import GPTConfig
 
 
@@ -111,13 +111,10 @@ def gpt_layer(config: GPTConfig, context: ModelBuildContext, number: int) -> Tra
     feed_forward = context.feed_forward(config.feed_forward, config, number)
     attention = SelfAttention(config, core, context.parallel)
     attention.query_scale = config.query_scale
-    return _layer_type(config)(config, core, feed_forward, context.parallel, attention)
-
-
-def _layer_type(config: GPTConfig) -> type[TransformerLayer]:
-    if not config.parallel_residual:
-        return TransformerLayer
-    return ParallelResidualLayer if config.parallel_residual_norms == 2 else SharedNormLayer
+    parts = (config, core, feed_forward, context.parallel, attention)
+    if config.parallel_residual:
+        return ParallelResidualLayer(*parts, shares_norm=config.parallel_residual_norms == 1)
+    return TransformerLayer(*parts)
 
 
 def scale_rates(model: nn.Module, width: float) -> None:

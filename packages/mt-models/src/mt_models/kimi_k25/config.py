@@ -20,10 +20,9 @@ from mt_models.llava.dynamic_config import (
     MergedPatchConfig,
     check_merged_patches,
     check_samples,
-    largest_image,
+    largest_image_flops,
     refuse_context_parallel,
 )
-from mt_models.vision.config import ImageFlops
 
 
 class MoonVitConfig(MergedPatchConfig):
@@ -145,25 +144,12 @@ PRESETS: dict[str, dict[str, Any]] = {
 # -- FLOPs (counted as in mt_models.flops) -----------------------------------------------------------
 
 
-def image_flops(config: MoonVitConfig, cells: int) -> ImageFlops:
-    """Forward FLOPs of an image of so many cells, in which all patches see one another."""
-    patches, hidden = cells * config.merged_patches, config.hidden_size
-    return ImageFlops(
-        patches=2 * patches * config.num_channels * config.patch_dim**2 * hidden,
-        attention_projections=config.num_layers * patches * 8 * hidden**2,
-        attention_core=config.num_layers * 4 * patches**2 * hidden,
-        feed_forward=config.num_layers * patches * 4 * hidden * config.ffn_size,
-        pooler=0.0,
-        output=0.0,
-    )
-
-
 def training_flops(config: Config) -> float:
     """See `ModelSpec.training_flops`: of a sample with one image, the largest that it can have."""
     model: Any = config.model
-    cells, length = largest_image(config), config.data.seq_length
-    image = image_flops(model.vision_model, cells).training + 3 * 2.0 * cells * model.projection_weights
-    return float(image + length * flops_per_token(model.decoder, length).training)
+    length = config.data.seq_length
+    text = length * flops_per_token(model.decoder, length).training
+    return largest_image_flops(config, model.projection_weights) + text
 
 
 MEGATRON = MegatronMap(unsupported="Megatron-Core has no vision transformer with rotary positions of rows and columns")

@@ -22,12 +22,10 @@ from mt_core.nn.norm import build_norm
 from mt_core.parallel.context import ParallelContext
 from mt_models.blocks.embedding import LearnedTable
 from mt_models.blocks.rotary import FixedRotary, RotaryAngles, inverse_frequencies
-from mt_models.blocks.transformer import TransformerLayer
 from mt_models.kimi_k25.config import KimiK25Config, MoonVitConfig
 from mt_models.llava.dynamic_resolution import DynamicResolutionModel
 from mt_models.qwen3_vl.model import InterleavedAngles
-from mt_models.qwen_vl.vision import PatchAttention
-from mt_models.vision.layers import attention_core
+from mt_models.qwen_vl.vision import PatchLayers
 from mt_models.vision.patches import Grid, PatchGroups, StillPatchEmbedding, image_groups, patch_positions
 
 # -- the vision transformer --------------------------------------------------------------------------
@@ -89,29 +87,15 @@ def cubic(x: Tensor) -> Tensor:
     return torch.where(x <= 1, near, far)
 
 
-class MoonVitLayers(nn.Module):
-    """x + attention(norm(x)), then x + feed_forward(norm(x)), in each layer; a norm behind the last."""
+class MoonVitLayers(PatchLayers):
+    """The layers, and a norm behind the last."""
 
     def __init__(self, config: MoonVitConfig, context: ModelBuildContext) -> None:
-        super().__init__()
-        ctx = context.parallel
-        self.recompute = context.recompute
-        core = attention_core(config, context)
-        self.layers = nn.ModuleList(
-            TransformerLayer(
-                config,
-                core,
-                context.feed_forward("dense", config, number),
-                ctx,
-                PatchAttention(config, core, ctx),
-            )
-            for number in range(config.num_layers)
-        )
-        self.final_layernorm = build_norm("LayerNorm", config.hidden_size, config.norm_epsilon, ctx)
+        super().__init__(config, context)
+        self.final_layernorm = build_norm("LayerNorm", config.hidden_size, config.norm_epsilon, context.parallel)
 
     def forward(self, x: Tensor, images: PatchGroups, angles: RotaryAngles) -> Tensor:
-        x = self.recompute.run(list(enumerate(self.layers)), x, lambda number, layer, x: layer(x, images, angles))
-        return self.final_layernorm(x)
+        return self.final_layernorm(super().forward(x, images, angles))
 
 
 class MoonVitTower(nn.Module):

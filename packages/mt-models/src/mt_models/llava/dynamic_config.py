@@ -9,8 +9,9 @@ from mt_core.config.fields import PositiveInt
 from mt_core.config.schema import Config
 from mt_core.errors import ConfigError
 from mt_models.blocks.config import EncoderConfig
+from mt_models.flops import core_flops, dense_feed_forward_flops, projection_flops
 from mt_models.llava.config import VisionLanguageConfig, require_data
-from mt_models.vision.config import check_tensor_parallel
+from mt_models.vision.config import ImageFlops, check_tensor_parallel
 
 
 class MergedPatchConfig(EncoderConfig):
@@ -141,3 +142,23 @@ def largest_image(config: Config) -> int:
     """Cells of the largest image that a sample can have; 0 for samples of text alone."""
     data: Any = config.data
     return int(data.most_cells) if getattr(data, "dynamic_resolution", False) else 0
+
+
+def image_flops(config: MergedPatchConfig, cells: int) -> ImageFlops:
+    """Forward FLOPs of an image of so many cells, in which all patches see one another."""
+    patches = cells * config.merged_patches
+    return ImageFlops(
+        patches=2 * patches * config.num_channels * config.patch_dim**2 * config.hidden_size,
+        attention_projections=config.num_layers * patches * projection_flops(config),
+        attention_core=config.num_layers * patches * core_flops(config, patches),
+        feed_forward=config.num_layers * patches * dense_feed_forward_flops(config),
+        pooler=0.0,
+        output=0.0,
+    )
+
+
+def largest_image_flops(config: Config, projection_weights: int) -> float:
+    """FLOPs of training on the largest image that a sample can have: the tower, and the projection of each cell."""
+    model: Any = config.model
+    cells = largest_image(config)
+    return image_flops(model.vision_model, cells).training + 3 * 2.0 * cells * projection_weights

@@ -18,46 +18,20 @@ from mt_core.nn.layout import normal
 from mt_core.nn.norm import build_norm
 from mt_core.parallel.context import ParallelContext
 from mt_models.blocks.linear import ReplicatedLinear
-from mt_models.blocks.rotary import FixedRotary, RotaryAngles, inverse_frequencies
-from mt_models.blocks.transformer import TransformerLayer
+from mt_models.blocks.rotary import FixedRotary, inverse_frequencies
 from mt_models.llava.dynamic_resolution import DynamicResolutionModel
 from mt_models.llava.model import ProjectionMLP
 from mt_models.mistral3.config import Mistral3Config, PixtralVisionConfig
-from mt_models.qwen_vl.vision import PatchAttention
-from mt_models.vision.layers import attention_core
+from mt_models.qwen_vl.vision import PatchLayers
 from mt_models.vision.patches import (
     AxialAngles,
     Grid,
-    PatchGroups,
     StillPatchEmbedding,
     image_groups,
     patch_positions,
 )
 
 # -- the vision transformer --------------------------------------------------------------------------
-
-
-class PixtralLayers(nn.Module):
-    """x + attention(norm(x)), then x + feed_forward(norm(x)), in each layer."""
-
-    def __init__(self, config: PixtralVisionConfig, context: ModelBuildContext) -> None:
-        super().__init__()
-        ctx = context.parallel
-        self.recompute = context.recompute
-        core = attention_core(config, context)
-        self.layers = nn.ModuleList(
-            TransformerLayer(
-                config,
-                core,
-                context.feed_forward("dense", config, number),
-                ctx,
-                PatchAttention(config, core, ctx),
-            )
-            for number in range(config.num_layers)
-        )
-
-    def forward(self, x: Tensor, images: PatchGroups, angles: RotaryAngles) -> Tensor:
-        return self.recompute.run(list(enumerate(self.layers)), x, lambda number, layer, x: layer(x, images, angles))
 
 
 class PixtralTower(nn.Module):
@@ -72,7 +46,7 @@ class PixtralTower(nn.Module):
             config.hidden_size, config.num_channels, config.patch_dim, config.init_method_std, ctx
         )
         self.ln_pre = build_norm("RMSNorm", config.hidden_size, config.norm_epsilon, ctx)
-        self.decoder = PixtralLayers(config, context)
+        self.decoder = PatchLayers(config, context)
         self.rotary = FixedRotary(inverse_frequencies(config.head_dim, config.rotary_base))
 
     def forward(self, images: Tensor, grids: Sequence[Grid]) -> Tensor:

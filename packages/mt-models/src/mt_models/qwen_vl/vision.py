@@ -24,6 +24,7 @@ from mt_core.parallel.context import ParallelContext
 from mt_models.blocks.attention import SelfAttention
 from mt_models.blocks.rotary import FixedRotary, RotaryAngles, inverse_frequencies
 from mt_models.blocks.transformer import TransformerLayer
+from mt_models.llava.dynamic_config import MergedPatchConfig
 from mt_models.qwen_vl.config import QwenVisionConfig, QwenVLConfig
 from mt_models.vision.layers import attention_core
 from mt_models.vision.patches import AxialAngles, Grid, PatchGroups, image_groups, patch_positions
@@ -106,13 +107,12 @@ class PatchAttention(SelfAttention):
 
 
 class PatchLayers(nn.Module):
-    """The layers, and the norm behind the last."""
+    """x + attention(norm(x)), then x + feed_forward(norm(x)), in each layer: patches see those of their image."""
 
-    def __init__(self, config: QwenVisionConfig, context: ModelBuildContext) -> None:
+    def __init__(self, config: MergedPatchConfig, context: ModelBuildContext) -> None:
         super().__init__()
         ctx = context.parallel
         self.recompute = context.recompute
-        self.full = frozenset(config.full_attention_layers)
         core = attention_core(config, context)
         self.layers = nn.ModuleList(
             TransformerLayer(
@@ -124,9 +124,22 @@ class PatchLayers(nn.Module):
             )
             for number in range(config.num_layers)
         )
-        self.final_layernorm = build_norm("RMSNorm", config.hidden_size, config.norm_epsilon, ctx)
 
-    def forward(self, x: Tensor, windows: PatchGroups, images: PatchGroups, angles: RotaryAngles) -> Tensor:
+    def forward(self, x: Tensor, images: PatchGroups, angles: RotaryAngles) -> Tensor:
+        return self.recompute.run(list(enumerate(self.layers)), x, lambda number, layer, x: layer(x, images, angles))
+
+
+class WindowedLayers(PatchLayers):
+    """Layers whose patches see those of their window or of their image, and the norm behind the last."""
+
+    def __init__(self, config: QwenVisionConfig, context: ModelBuildContext) -> None:
+        super().__init__(config, context)
+        self.full = frozenset(config.full_attention_layers)
+        self.final_layernorm = build_norm("RMSNorm", config.hidden_size, config.norm_epsilon, context.parallel)
+
+    def forward(  # type: ignore[override]  # it has two divisions of the patches
+        self, x: Tensor, windows: PatchGroups, images: PatchGroups, angles: RotaryAngles
+    ) -> Tensor:
         def call(number: int, layer: nn.Module, x: Tensor) -> Tensor:
             # `images` and `windows` are two divisions of the same row of patches: x keeps its order between the layers.
             return layer(x, images if number in self.full else windows, angles)
@@ -142,7 +155,7 @@ class QwenVisionTower(nn.Module):
         self.config = config
         context = replace(context, parallel=replace(context.parallel, sequence_parallel=False))
         self.conv1 = FramePatchEmbedding(config, context.parallel)
-        self.decoder = PatchLayers(config, context)
+        self.decoder = WindowedLayers(config, context)
         # One half of the pairs of channels turns with the row of a patch, the other with its column.
         self.rotary = FixedRotary(inverse_frequencies(config.head_dim // 2, ROTARY_BASE))
 

@@ -79,7 +79,7 @@ class HiddenProjections:
         path = None if self.run.directory is None else self._file(self.run.state.iteration)
         if path is None or not path.is_file():
             raise CheckpointError(
-                f"{path or FOLDER} is not there: a run with distillation.hidden_projection goes on with the matrices "
+                f"{path or FOLDER} is not there: a run with distillation.hidden_projection continues with the matrices "
                 "that it had at the step of its checkpoint"
             )
         stored = safetensors.torch.load_file(path)

@@ -101,7 +101,7 @@ def received(one: GeneratorProcess) -> Answer:
 
 
 def start_process(setup: GeneratorSetup) -> GeneratorProcess:
-    """The process is told its setup."""
+    """Send the process its setup."""
     here, there = socket.socketpair()
     with there:
         process = subprocess.Popen(
