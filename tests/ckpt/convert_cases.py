@@ -155,6 +155,14 @@ MODELS: dict[str, dict[str, Any]] = {
         },
     },
     "lfm2": {"family": "lfm2", **GROUPED, "conv_layer_pattern": "[1]*2+[0]*1"},
+    "lfm3": {
+        "family": "lfm3",
+        **GROUPED,
+        "kv_channels": 10,
+        "layer_pattern": "CWG",
+        "sliding_window": 5,
+        "conv_kernel": 4,
+    },
     "minimax_m2": {
         "family": "minimax_m2",
         **GROUPED,

@@ -365,6 +365,14 @@ CASES: dict[str, Case] = {
     ),
     "ernie4_5": dense("ernie4_5", "Ernie4_5", head_dim=12),
     "lfm2": dense("lfm2", "Lfm2", layer_types=["conv", "full_attention", "conv"], block_multiple_of=10),
+    "lfm3": dense(
+        "lfm3",
+        "Lfm3",
+        head_dim=10,
+        layer_types=["conv", "sliding_attention", "full_attention"],
+        sliding_window=5,
+        conv_L_cache=4,
+    ),
     "hunyuan_v1_dense": dense(
         "hunyuan",
         "HunYuanDenseV1",

@@ -140,6 +140,7 @@ CASES: dict[str, dict[str, Any]] = {
     "kimi_k25": convert_cases.KIMI_K25,
     "gemma4_vl": convert_cases.GEMMA4_VL,
     "gemma4_vl_experts": convert_cases.GEMMA4_VL_EXPERTS,
+    "lfm3": {**FOUR_LAYERS["lfm3"], "layer_pattern": "CWGC"},
 }
 NO_MEGATRON = {
     *(
@@ -156,7 +157,18 @@ NO_MEGATRON = {
         "smolvlm",
         "internvl",
     ),
-    *("qwen_vl", *HF_DENSE, "minimax_m2", "llama4", "lfm2", "qwen_next", "qwen_next_experts", "olmo_hybrid", "bart"),
+    *(
+        "qwen_vl",
+        *HF_DENSE,
+        "minimax_m2",
+        "llama4",
+        "lfm2",
+        "lfm3",
+        "qwen_next",
+        "qwen_next_experts",
+        "olmo_hybrid",
+        "bart",
+    ),
     *("kimi_linear", "deepseek_v4", "gemma4", "gemma4_experts", "qwen3_vl", "qwen3_vl_experts", "qwen_next_vl"),
     *("gemma4_vl", "gemma4_vl_experts", "modernbert", "rwkv7"),
     *("nemotron_3", "granite_hybrid", "falcon_h1", "mistral4", "jamba", "mistral3", "kimi_k25"),

@@ -71,8 +71,11 @@ FAMILIES: dict[str, dict[str, Any]] = {
         "mistral4",
         "jamba",
         "rwkv7",
+        "lfm3",
     )
 }
+ON_DEMAND = ("lfm3",)
+"""Families all of whose layouts are exhaustive: what these divide is divided in families above too."""
 ROTARY_GPT = {"position_embedding_type": "rope", "normalization": "RMSNorm", "add_bias_linear": False}
 FAMILIES["minimax_m2"] = {**FAMILIES["minimax_m2"], "moe": {**FAMILIES["minimax_m2"]["moe"], "num_experts": 6}}
 FAMILIES["phi3 within its first factors"] = {**FAMILIES["phi3"], **SHORT}
@@ -117,6 +120,7 @@ ALIKE = {
     ("deepseek_v32 that learns", "ep"),
     ("deepseek_v32 in warm-up", "ep"),
     ("deepseek_v32 in warm-up", "pp"),
+    *((name, layout) for name in ON_DEMAND for layout in LAYOUTS),
 }
 """Layouts that divide nothing of a family's own."""
 GRID = [
@@ -147,7 +151,7 @@ def run(rank: int, world: int, case: tuple[str, tuple[str, ...]]) -> RunRecord |
 BY_DEFAULT = [one for one in GRID if one[1] != "zero" and one not in ALIKE | ELSEWHERE]
 FURTHER = [one for one in GRID if one not in BY_DEFAULT]
 DIVIDED = InTurn(run, *([(2, (name, LAYOUTS[layout])) for name, layout in part] for part in (BY_DEFAULT, FURTHER)))
-ALONE = InTurn(run, [(1, (name, ())) for name in FAMILIES])
+ALONE = InTurn(run, [(1, (name, ())) for name in FAMILIES if name not in ON_DEMAND], [(1, (n, ())) for n in ON_DEMAND])
 
 
 @cache

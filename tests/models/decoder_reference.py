@@ -22,7 +22,7 @@ from mt_models.hugging_face import HuggingFaceFamily, load_reference, to_referen
 
 DECODERS = (
     *("gpt", "llama", "mistral", "qwen", "gemma", "phi3", "smollm3", "ministral3", "olmo", "exaone4", "seed_oss"),
-    *("granite", "ernie4_5", "hunyuan", "lfm2", "gemma4"),
+    *("granite", "ernie4_5", "hunyuan", "lfm2", "lfm3", "gemma4"),
 )
 
 

@@ -137,6 +137,21 @@ LFM2_12B = {
     "torch_dtype": "bfloat16", "transformers_version": "4.54.0.dev0", "use_cache": True, "use_pos_enc": True,
     "vocab_size": 65536,
 }  # fmt: skip
+LFM3_17B = {
+    "architectures": ["Lfm3ForCausalLM"], "attention_bias": False, "attention_dropout": 0.0, "bos_token_id": 124894,
+    "conv_L_cache": 7, "conv_bias": False, "eos_token_id": 124900, "head_dim": 128, "hidden_size": 2048,
+    "initializer_range": 0.02, "intermediate_size": 7680,
+    "layer_types": ["conv", "conv", FULL, "conv", *[SLIDING, "conv", FULL, "conv"] * 5],
+    "max_position_embeddings": 128000, "model_type": "lfm3", "norm_eps": 1e-05, "num_attention_heads": 16,
+    "num_hidden_layers": 24, "num_key_value_heads": 4, "pad_token_id": 124893,
+    "rope_parameters": {
+        FULL: {"partial_rotary_factor": 0.5, "rope_theta": 1000000.0, "rope_type": "proportional"},
+        SLIDING: {"rope_theta": 10000.0, "rope_type": "default"},
+    },
+    "sliding_window": 256, "tie_word_embeddings": True, "use_attention_gate": True, "use_cache": True,
+    "use_sandwich_norm": True, "vocab_size": 128000,
+}  # fmt: skip
+"""The defaults of transformers' class, which are those of the checkpoint."""
 LLAMA4_SCOUT = {
     **COMMON, "architectures": ["Llama4ForCausalLM"], "attention_bias": False, "attention_chunk_size": 8192,
     "attn_scale": 0.1, "attn_temperature_tuning": True, "bos_token_id": 200000, "eos_token_id": 200001,
@@ -184,6 +199,7 @@ PUBLISHED_DENSE: dict[str, tuple[str, dict[str, Any]]] = {
     "gemma-4-e2b (text)": ("gemma4", GEMMA4_E2B),
     "minimax-m2": ("minimax_m2", MINIMAX_M2),
     "lfm2-1.2b": ("lfm2", LFM2_12B),
+    "lfm3-1.7b": ("lfm3", LFM3_17B),
     "llama-4-scout (text)": ("llama4", LLAMA4_SCOUT),
     "hunyuan-7b": ("hunyuan", HUNYUAN_7B),
 }

@@ -30,6 +30,14 @@ LOCAL = {"rope_type": "default", "rope_theta": 10000.0}
 WINDOWS = ["sliding_attention", "sliding_attention", "full_attention"]
 ALPHA = {"rope_type": "dynamic", "alpha": 50.0, "factor": 1.0}
 
+PROPORTIONAL = {"rope_type": "proportional", "rope_theta": 1000000.0, "partial_rotary_factor": 0.5}
+LFM3 = {
+    "head_dim": 10,
+    "layer_types": ["conv", "sliding_attention", "full_attention"],
+    "sliding_window": 5,
+    "conv_L_cache": 4,
+}
+
 CASES: dict[str, tuple[str, dict[str, Any]]] = {
     "phi3": ("Phi3", {"sliding_window": 5}),
     "phi3, tied, half of each head": (
@@ -77,6 +85,22 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
     "lfm2, biased": (
         "Lfm2",
         {"full_attn_idxs": [1], "conv_bias": True, "block_auto_adjust_ff_dim": False, "tie_word_embeddings": False},
+    ),
+    "lfm3": ("Lfm3", LFM3),
+    "lfm3, biased, without gates and norms behind blocks": (
+        "Lfm3",
+        {
+            **LFM3,
+            "attention_bias": True,
+            "conv_bias": True,
+            "use_attention_gate": False,
+            "use_sandwich_norm": False,
+            "tie_word_embeddings": False,
+            "rope_parameters": {
+                "full_attention": {**PROPORTIONAL, "factor": 2.0},
+                "sliding_attention": {"rope_type": "default", "rope_theta": 500.0},
+            },
+        },
     ),
     "hunyuan": ("HunYuanDenseV1", {"head_dim": 10, "rope_parameters": ALPHA}),
     "hunyuan, biased, no scaling": ("HunYuanDenseV1", {"head_dim": 10, "attention_bias": True}),

@@ -215,7 +215,7 @@ def require_even_heads(config: Heads, name: str) -> None:
         )
 
 
-_SCALING_PARAMETERS = {key for table in _SCALING_FIELDS.values() for key in table}
+SCALING_PARAMETERS = {key for table in _SCALING_FIELDS.values() for key in table}
 """Parameters of all types of transformers, also of those that no family here has."""
 
 
@@ -239,7 +239,7 @@ _TABLES = ("rope_parameters", "rope_scaling")
 def _current_table(table: Mapping[str, Any], own: Collection[str]) -> dict[str, Any]:
     """Under current names, without parameters that are null or those of other types or classes."""
     kind = str(table.get("rope_type", table.get("type", "default")))
-    others = _SCALING_PARAMETERS - set(_SCALING_FIELDS.get(kind, _SCALING_PARAMETERS)) | {"mrope_section"}
+    others = SCALING_PARAMETERS - set(_SCALING_FIELDS.get(kind, SCALING_PARAMETERS)) | {"mrope_section"}
     if kind == "default":
         # A class that rotates whole heads reads it for scaled frequencies alone.
         others.add("partial_rotary_factor")

@@ -28,9 +28,9 @@ from mt_models.blocks.hugging_face_decoder import (
     feed_forward_rules,
     layer_types,
     norm_rules,
-    rope_table,
 )
 from mt_models.blocks.hugging_face_moe import ExpertNames, expert_rules, written_packed
+from mt_models.blocks.hugging_face_rope_by_kind import export_rope_by_kind, import_rope_by_kind
 from mt_models.blocks.moe import ANY, MoEOptions
 from mt_models.gemma4.config import Gemma4Config
 from mt_models.hugging_face import (
@@ -199,31 +199,6 @@ def import_global_sizes(external: Mapping[str, Any], whole: Sequence[int]) -> di
     return {"global_kv_channels": sizes["head_dim"], "num_global_query_groups": sizes["num_key_value_heads"]}
 
 
-def import_positions(external: Mapping[str, Any]) -> dict[str, Any]:
-    kinds = external.get("rope_parameters") or {FULL: {"rope_type": "proportional", "partial_rotary_factor": 0.25}}
-    if set(kinds) - {FULL, SLIDING}:
-        raise ConfigError(f"rope_parameters={dict(kinds)} is not supported: it has the keys {FULL} and {SLIDING}")
-    whole = _rope(kinds.get(FULL), 1000000.0, FULL, ("default", "proportional"))
-    local = _rope(kinds.get(SLIDING), 10000.0, SLIDING, ("default",))
-    return {**whole, "rotary_base_local": local["rotary_base"]}
-
-
-def _rope(given: Mapping[str, Any] | None, base: float, kind: str, types: Sequence[str]) -> dict[str, Any]:
-    """Keys of [model] of one kind of layer: base, share of rotated frequencies, linear factor."""
-    table = rope_table({"rope_parameters": given or {}}, base, partial_rotary_factor=1.0, factor=1.0)
-    name, share, factor = table.pop("rope_type"), table.pop("partial_rotary_factor"), table.pop("factor")
-    theta = float(table.pop("rope_theta"))
-    if name not in types or table:
-        raise ConfigError(
-            f"rope_parameters.{kind}={dict(given or {})} is not supported: rope_type can be {' or '.join(types)}, with "
-            "rope_theta, and for proportional partial_rotary_factor and factor"
-        )
-    # Classes without a type of their own read neither.
-    share, factor = (share, factor) if name == "proportional" else (1.0, 1.0)
-    scaled = {} if factor == 1.0 else {"rope_scaling_type": "linear", "rope_scaling_factor": float(factor)}
-    return {"rotary_base": theta, "rotary_percent": float(share), **scaled}
-
-
 def import_moe(external: Mapping[str, Any]) -> dict[str, Any]:
     if not external.get("enable_moe_block"):
         return {}
@@ -246,7 +221,7 @@ def import_text(external: Mapping[str, Any]) -> dict[str, Any]:
     return {
         **kinds,
         **import_global_sizes(external, whole),
-        **import_positions(external),
+        **import_rope_by_kind(external, (1000000.0, 10000.0), share=0.25),
         **import_moe(external),
     }
 
@@ -316,21 +291,11 @@ def export_text(model: Mapping[str, Any]) -> dict[str, Any]:
     return {
         **export_shape(config),
         "layer_types": layer_types(config),
-        "rope_parameters": export_positions(config),
+        "rope_parameters": export_rope_by_kind(config),
         "global_head_dim": config.global_kv_channels,
         "num_global_key_value_heads": config.num_global_query_groups,
         "vocab_size_per_layer_input": config.per_layer_vocab,
         **export_moe(config),
-    }
-
-
-def export_positions(config: Gemma4Config) -> dict[str, Any]:
-    whole: dict[str, Any] = {"partial_rotary_factor": config.rotary_percent, "rope_theta": config.rotary_base}
-    if config.rope_scaling_factor is not None:
-        whole["factor"] = config.rope_scaling_factor
-    return {
-        FULL: {"rope_type": "proportional", **whole},
-        SLIDING: {"rope_type": "default", "rope_theta": config.rotary_base_local},
     }
 
 
