@@ -174,6 +174,15 @@ MODELS: dict[str, dict[str, Any]] = {
             "moe_router_enable_expert_bias": True,
         },
     },
+    "minimax_m3": {
+        "family": "minimax_m3",
+        **GROUPED,
+        "sparse_attention_freq": "([0]*1+[1]*2)",
+        "sparse_index_dim": 8,
+        "sparse_block_size": 2,
+        "sparse_topk_blocks": 3,
+        "moe": {**SIGMOID_EXPERTS, "moe_router_topk_scaling_factor": 2.0},
+    },
     "granite_moe": {"family": "granite_moe", **GROUPED, "moe": {"num_experts": 5, "moe_router_topk": 3}},
     "deepseek": {
         "family": "deepseek",

@@ -54,6 +54,12 @@ LATENT = {**DECODER, "num_key_value_heads": 4, "moe_intermediate_size": 12, "n_r
 LATENT |= {"num_experts_per_tok": 3, "n_shared_experts": 2, "first_k_dense_replace": 1, "kv_lora_rank": 10}
 LATENT |= {"qk_nope_head_dim": 12, "qk_rope_head_dim": 6, "v_head_dim": 8, "experts_implementation": "eager"}
 GROUPS = {"n_group": 4, "topk_group": 2}
+MINIMAX_M3 = {**DECODER, "head_dim": 12, "rotary_dim": 6, "dense_intermediate_size": 40, "intermediate_size": 20}
+MINIMAX_M3 |= {"shared_intermediate_size": 28, "num_local_experts": 5, "num_experts_per_tok": 3, "index_n_heads": 2}
+MINIMAX_M3 |= {"index_head_dim": 10, "index_block_size": 2, "index_topk_blocks": 2, "bos_token_id": None}
+MINIMAX_M3 |= {"layer_types": ["full_attention", *["minimax_m3_sparse"] * 2], "eos_token_id": None}
+MINIMAX_M3 |= {"mlp_layer_types": ["dense", "sparse", "sparse"], "experts_implementation": "eager"}
+MINIMAX_M3 |= {"rope_parameters": {"rope_type": "default", "rope_theta": 5e6, "partial_rotary_factor": 0.5}}
 TOWER = {"hidden_size": 24, "num_hidden_layers": 3, "num_attention_heads": 2, "intermediate_size": 40}
 TOWER |= {"image_size": 12, "patch_size": 4}
 FEATURES, IMAGE = 9, VOCAB - 1
@@ -418,6 +424,12 @@ CASES: dict[str, Case] = {
         head_dim=12,
         rope_parameters={"rope_type": "default", "rope_theta": 5e6, "partial_rotary_factor": 0.5},
         **dict.fromkeys(("bos_token_id", "eos_token_id")),
+    ),
+    "minimax_m3_vl_text": Case(
+        "minimax_m3",
+        "MiniMaxM3VLForCausalLM",
+        "MiniMaxM3VLTextConfig",
+        MINIMAX_M3,
     ),
     "llama4": Case(
         "llama4",

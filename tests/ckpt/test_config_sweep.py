@@ -24,6 +24,7 @@ MAX_HARMLESS_REFUSALS = 250
 NOT_SWEPT = {
     "qwen3_5": "qwen3_5_text within a file that has an image tower too",
     "qwen3_5_moe": "qwen3_5_moe_text within a file that has an image tower too",
+    "minimax_m3_vl": "minimax_m3_vl_text within a file that has an image tower too",
     "gemma4": "gemma4_text within a file that has towers too",
     "gemma4_unified": "gemma4_unified_text within a file that has towers too",
     "kimi_k2": "deepseek_v3, under another name, for which transformers has no class",
@@ -97,6 +98,7 @@ TELLING = {
     "deepseek_v32": ("mlp_layer_types", "layer_types", "index_topk", "head_dim", "first_k_dense_replace"),
     "glm_moe_dsa": ("indexer_types", "mlp_layer_types", "n_group", "rope_parameters"),
     "deepseek_v4": ("layer_types", "mlp_layer_types", "compress_rates", "rope_parameters", "partial_rotary_factor"),
+    "minimax_m3_vl_text": ("layer_types", "mlp_layer_types", "index_n_heads", "rotary_dim", "rope_parameters"),
     "kimi_linear": ("layer_types", "mlp_layer_types", "rope_parameters", "linear_head_dim"),
     "nemotron_h with experts": ("moe_latent_size", "n_shared_experts", "mtp_layers_block_type", "n_group"),
     "granitemoehybrid with experts": ("num_local_experts", "intermediate_size", "shared_intermediate_size"),

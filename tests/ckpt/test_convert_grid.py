@@ -61,6 +61,11 @@ CASES: dict[str, dict[str, Any]] = {
     "phi3_unscaled": {**LLAMA, "family": "phi3"},
     "granite_neutral": {**LLAMA, "family": "granite"},
     "minimax_m2": FOUR_LAYERS["minimax_m2"],
+    "minimax_m3": {
+        **FOUR_LAYERS["minimax_m3"],
+        "sparse_attention_freq": "([0]*1+[1]*3)",
+        "moe": {**FOUR_LAYERS["minimax_m3"]["moe"], "moe_layer_freq": "([0]*1+[1]*3)"},
+    },
     "llama4": FOUR_LAYERS["llama4"],
     "lfm2": {**FOUR_LAYERS["lfm2"], "conv_layer_pattern": "[1]*3+[0]*1"},
     "qwen_next": FOUR_LAYERS["qwen_next"],
@@ -171,7 +176,7 @@ NO_MEGATRON = {
     ),
     *("kimi_linear", "deepseek_v4", "gemma4", "gemma4_experts", "qwen3_vl", "qwen3_vl_experts", "qwen_next_vl"),
     *("gemma4_vl", "gemma4_vl_experts", "modernbert", "rwkv7"),
-    *("nemotron_3", "granite_hybrid", "falcon_h1", "mistral4", "jamba", "mistral3", "kimi_k25"),
+    *("nemotron_3", "granite_hybrid", "falcon_h1", "mistral4", "jamba", "mistral3", "kimi_k25", "minimax_m3"),
     *(name for name in CASES if name.endswith(("_classification", "_multiple_choice"))),
 }
 UNABLE = {

@@ -55,6 +55,7 @@ FAMILIES: dict[str, dict[str, Any]] = {
         "ernie4_5",
         "hunyuan",
         "minimax_m2",
+        "minimax_m3",
         "lfm2",
         "llama4",
         "qwen_next",
@@ -106,7 +107,9 @@ REFUSED |= {("qwen_next", "tp-sp"), ("qwen_next that predicts", "tp-sp")}
 # Gradients of an indexer's norm nearly cancel, too, since a shift of all scores changes nothing.
 REFUSED |= {("deepseek_v32 that learns", "tp-sp")}
 # A choice is among the keys of the whole sequence.
-REFUSED |= {(name, "cp") for name in FAMILIES if name.startswith(("deepseek_v32", "deepseek_v4", "glm_5"))}
+REFUSED |= {
+    (name, "cp") for name in FAMILIES if name.startswith(("deepseek_v32", "deepseek_v4", "glm_5", "minimax_m3"))
+}
 ELSEWHERE = {("deepseek_v4", "pp"), ("deepseek_v4", "ep")}
 """In tests/models/test_moe_layouts.py too, with losses of indexers and multi-token prediction."""
 ALIKE = {
@@ -114,9 +117,12 @@ ALIKE = {
     # outputs and norms of heads are of single positions.
     *((name, "cp") for name in ("olmo", "olmo2", "seed_oss", "granite", "hunyuan", "minimax_m2", "glm4_moe_lite")),
     # Layers that do not depend on their number; those of smollm3, exaone4 and llama4 do.
-    *((name, "pp") for name in ("olmo", "olmo2", "seed_oss", "hunyuan", "ministral3", "minimax_m2", "ernie4_5")),
+    *(
+        (name, "pp")
+        for name in ("olmo", "olmo2", "seed_oss", "hunyuan", "ministral3", "minimax_m2", "minimax_m3", "ernie4_5")
+    ),
     # The dispatcher and the experts of mixtral; routers are whole on each rank.
-    *((name, "ep") for name in ("granite_hybrid", "jamba", "glm4_moe_lite", "glm_5", "deepseek_v32")),
+    *((name, "ep") for name in ("granite_hybrid", "jamba", "glm4_moe_lite", "glm_5", "deepseek_v32", "minimax_m3")),
     ("deepseek_v32 that learns", "ep"),
     ("deepseek_v32 in warm-up", "ep"),
     ("deepseek_v32 in warm-up", "pp"),

@@ -35,6 +35,7 @@ MOE_MODELS = (
     "gpt_oss",
     "granite_moe",
     "minimax_m2",
+    "minimax_m3",
     "qwen_next",
     "llama4",
     "olmo_hybrid",

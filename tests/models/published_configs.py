@@ -251,6 +251,43 @@ KIMI_K2 = {
                      "original_max_position_embeddings": 4096, "type": "yarn"},
     "rope_theta": 50000.0, "routed_scaling_factor": 2.827, "topk_group": 1, "vocab_size": 163840,
 }  # fmt: skip
+LATER_LAYERS = [0] * 3 + [1] * 57
+MINIMAX_M3 = {
+    "architectures": ["MiniMaxM3SparseForConditionalGeneration"], "image_seq_length": 576,
+    "image_token_index": 200025, "model_type": "minimax_m3_vl", "multimodal_projector_bias": True,
+    "img_token_compression_config": {
+        "image_token_compression_method": "patch_merge", "spatial_merge_size": 2, "temporal_patch_size": 2,
+    },
+    "projector_hidden_size": 6144,
+    "text_config": {
+        "attention_output_gate": False, "dense_intermediate_size": 12288, "head_dim": 128, "hidden_act": "swigluoai",
+        "hidden_size": 6144, "intermediate_size": 3072, "max_position_embeddings": 1048576,
+        "moe_layer_freq": LATER_LAYERS, "n_shared_experts": 1, "num_attention_heads": 64, "num_experts_per_tok": 4,
+        "num_hidden_layers": 60, "num_key_value_heads": 4, "num_local_experts": 128, "num_mtp_modules": 7,
+        "num_nextn_predict_layers": 1, "partial_rotary_factor": 0.5, "qk_norm_type": "per_head",
+        "rms_norm_eps": 1e-06, "rope_theta": 5000000, "rotary_dim": 64, "routed_scaling_factor": 2.0,
+        "scoring_func": "sigmoid", "shared_intermediate_size": 3072,
+        "sparse_attention_config": {
+            "sparse_attention_freq": LATER_LAYERS, "sparse_block_size": 128,
+            "sparse_disable_index_value": LATER_LAYERS, "sparse_index_dim": 128, "sparse_init_block": 0,
+            "sparse_local_block": 1, "sparse_num_index_heads": 4, "sparse_score_type": "max",
+            "sparse_topk_blocks": 16, "use_sparse_attention": True,
+        },
+        "swiglu_alpha": 1.702, "swiglu_beta": 1.0, "swiglu_limit": 7.0, "tie_word_embeddings": False,
+        "use_gemma_norm": True, "use_qk_norm": True, "use_routing_bias": True, "vocab_size": 200064,
+    },
+    "tie_word_embeddings": False, "torch_dtype": "bfloat16", "video_token_index": 200026,
+    "vision_config": {
+        "attention_dropout": 0.0, "hidden_act": "gelu", "hidden_size": 1280, "image_size": 2016,
+        "img_token_compression_config": {
+            "image_token_compression_method": "patch_merge", "spatial_merge_size": 2, "temporal_patch_size": 2,
+        },
+        "initializer_factor": 1.0, "initializer_range": 0.02, "intermediate_size": 5120, "layer_norm_eps": 1e-05,
+        "model_type": "clip_vision_model", "num_attention_heads": 16, "num_channels": 3, "num_hidden_layers": 32,
+        "patch_size": 14, "position_embedding_type": "rope", "projection_dim": 6144, "rope_mode": "3d",
+        "rope_theta": 10000.0, "vision_segment_max_frames": 4, "vocab_size": 32000,
+    },
+}  # fmt: skip
 KIMI_K25 = {
     "architectures": ["KimiK25ForConditionalGeneration"], "bos_token_id": 163584, "eos_token_id": 163585,
     "ignore_index": -100, "media_placeholder_token_id": 163605, "model_type": "kimi_k25", "pad_token_id": 163839,
@@ -953,6 +990,7 @@ PUBLISHED: dict[str, tuple[str, dict[str, Any]]] = {
     "deepseek-v3-bf16": ("deepseek", DEEPSEEK_V3),
     "kimi-k2 (without FP8)": ("deepseek", KIMI_K2),
     "kimi-k2.5 (text)": ("deepseek", KIMI_K25),
+    "minimax-m3 (text)": ("minimax_m3", MINIMAX_M3),
     "kimi-k2.5": ("kimi_k25", {**KIMI_K25, "vision_config": MOON_VIT}),
     "kimi-k2.6": ("kimi_k25", KIMI_K25),
     "deepseek-v3.2 (without FP8)": ("deepseek_v32", DEEPSEEK_V32),

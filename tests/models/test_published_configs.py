@@ -19,6 +19,7 @@ WITHOUT_EFFECT = {
     "deepseek-v2-lite": {"n_group", "topk_group"},
     "kimi-k2 (without FP8)": {"model_type"},
     "kimi-k2.5 (text)": {"model_type", "architectures"},
+    "minimax-m3 (text)": {"model_type", "architectures"},
     "smolvlm2-500m": {"model_type", "architectures"},
     "lfm2-1.2b": {"block_auto_adjust_ff_dim"},
     "exaone-4.0-32b": {"sliding_window_pattern"},
