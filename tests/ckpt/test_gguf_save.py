@@ -12,6 +12,7 @@ import numpy as np
 import pytest
 import torch
 from tests.ckpt.convert_cases import LLAMA
+from tests.ckpt.convert_cases import MODELS as FAMILIES
 from tests.ckpt.test_gguf_tokenizer import SPLITTINGS, TEXTS, trained
 from tokenizers import Tokenizer
 
@@ -23,9 +24,16 @@ from mt_ckpt.gguf.mixtures import Model, types_of
 from mt_ckpt.gguf.options import GGUFOptions, options_for
 from mt_ckpt.gguf.tokenizer import tokenizer_files
 from mt_ckpt.gguf.write_tokenizer import tokenizer_metadata
+from mt_ckpt.model import build_model, model_config
+from mt_ckpt.native.read import open_checkpoint
 from mt_core.checkpoint_specs import ConvertOptions
 from mt_core.errors import CheckpointError, ConfigError
+from mt_core.nn.layout import parameter_layouts
+from mt_core.parallel.context import ParallelContext
+from mt_core.plugins import PluginHost
+from mt_core.train.checkpoint.state import load_parameters
 
+FALCON_H1 = FAMILIES["falcon_h1"]
 WIDE = {**LLAMA, "hidden_size": 256, "ffn_hidden_size": 512, "vocab_size": 96}
 
 
@@ -62,6 +70,28 @@ def test_options_are_refused(make_model, host, tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="means nothing to the format hf"):
         options_for("hf", tmp_path)
     assert not (tmp_path / "x").exists()
+
+
+@pytest.mark.slow
+def test_factors_of_falcon_h1_are_in_its_matrices(make_model, host, tmp_path: Path) -> None:
+    """What is read has none, and the same logits. One matrix that is embedding and LM head becomes two."""
+    keys = {**FALCON_H1, "embedding_multiplier": 2.0, "lm_head_multiplier": 0.5, "key_multiplier": 0.7}
+    keys |= {"ssm_multipliers": [0.9, 1.1, 0.8, 1.2, 0.7], "mlp_multipliers": [0.6, 1.4], "num_layers": 2}
+    source = make_model(**keys, untie_embeddings_and_output_weights=False)
+    convert(source, tmp_path / "g", saver="gguf", host=host)
+    convert(tmp_path / "g", tmp_path / "back", saver="mt", host=host)
+    ours, theirs = (logits_of(path, host) for path in (source, tmp_path / "back"))
+    assert ours.std() > 0
+    torch.testing.assert_close(theirs, ours, rtol=1e-4, atol=1e-5)
+
+
+def logits_of(path: Path, host: PluginHost) -> torch.Tensor:
+    reader = open_checkpoint(path)
+    config = model_config(reader, host)
+    model = build_model(config, host).eval()
+    load_parameters(model.named_parameters(), reader, parameter_layouts(model), "model.", ParallelContext())
+    with torch.no_grad():
+        return model(torch.tensor([[3, 7, 1, 0, 9]]))
 
 
 def info(*shape: int) -> TensorInfo:

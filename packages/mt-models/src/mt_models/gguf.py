@@ -67,6 +67,7 @@ class GGUFArchitecture:
 
     read: fields of config.json that depend on several keys. write: keys and values beside `keys`; raises ConfigError
     for a model that llama.cpp would compute differently. fits: whether a file of this architecture is this family's.
+    applies: whether a model is written as this architecture, where there are several of a model_type.
     further: tensors that no parameter stands for.
     """
 
@@ -76,16 +77,13 @@ class GGUFArchitecture:
     read: Callable[[Metadata], dict[str, Any]]
     write: Callable[[External], dict[str, Any]]
     fits: Callable[[Metadata], bool] = lambda metadata: True
+    applies: Callable[[External], bool] = lambda external: True
     further: Callable[[External], Mapping[str, Tensor]] = no_tensors
 
 
 @dataclass(frozen=True)
 class GGUFFamily:
-    """name_map: canonical parameters to tensors of the file, for a model of this configuration.
-
-    architecture_of: the architecture in which it is written, by its config.json, where there are several of a
-    model_type.
-    """
+    """name_map: canonical parameters to tensors of the file, for a model of this configuration."""
 
     family: str
     architectures: tuple[GGUFArchitecture, ...]
@@ -95,9 +93,12 @@ class GGUFFamily:
     def spelling(self, config: Any, name: str) -> str:
         return name
 
-    def for_model_type(self, model_type: str) -> GGUFArchitecture:
-        """Raises ConfigError for a type that llama.cpp does not have."""
-        found = next((one for one in self.architectures if one.model_type == model_type), None)
+    def architecture_for(self, external: External) -> GGUFArchitecture:
+        """The architecture in which a model of this config.json is written. Raises ConfigError for a type that
+        llama.cpp does not have."""
+        model_type = str(external["model_type"])
+        fitting = (one for one in self.architectures if one.model_type == model_type and one.applies(external))
+        found = next(fitting, None)
         if found is None:
             kinds = ", ".join(one.model_type for one in self.architectures)
             raise ConfigError(
@@ -114,6 +115,11 @@ def require(external: External, key: str, allowed: Sequence[Any], architecture: 
         raise ConfigError(
             f"{key}={value} cannot be written as GGUF of the architecture {architecture}; it can be {legal}"
         )
+
+
+def decimals(tensor: Tensor) -> list[float]:
+    """The shortest numbers that are these in 32 bits: those that somebody wrote."""
+    return [float(str(number)) for number in tensor.float().numpy()]
 
 
 # -- operations beside those of mt_core.name_map -------------------------------------------------------
@@ -181,13 +187,16 @@ class Reshaped(Rule):
 
 @dataclass(frozen=True)
 class NegativeExponential(Rule):
-    """[heads] here; -exp of it, [heads, 1], there. In fp32."""
+    """-exp of it there, in fp32. here, there: shapes without the first dimension; by default [heads] and [heads, 1]."""
+
+    here: tuple[int, ...] = ()
+    there: tuple[int, ...] = (1,)
 
     def import_value(self, tensors: Sequence[Tensor]) -> Tensor:
-        return (-tensors[0].float()).log().reshape(-1)
+        return (-tensors[0].float()).log().reshape(-1, *self.here)
 
     def export_value(self, tensor: Tensor) -> Sequence[Tensor]:
-        return [-tensor.float().exp().reshape(-1, 1)]
+        return [-tensor.float().exp().reshape(-1, *self.there)]
 
 
 @dataclass(frozen=True)

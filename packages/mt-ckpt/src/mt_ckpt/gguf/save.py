@@ -79,7 +79,7 @@ def _plan(source: CheckpointReader, options: ConvertOptions, host: PluginHost) -
     model = model_config(source, host).model
     external = family_named(model.family, host).write_config(model)
     family = family_to_write(model.family, host)
-    architecture = family.for_model_type(str(external["model_type"]))
+    architecture = family.architecture_for(external)
     values = _model_metadata(architecture, external)
     outputs = Outputs(source, family, model)  # type: ignore[arg-type]
     importance = _importance(options, outputs)

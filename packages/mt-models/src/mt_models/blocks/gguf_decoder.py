@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -13,7 +14,7 @@ from mt_core.errors import ConfigError
 from mt_core.name_map import Concatenate, GroupedQKV, NameMap, Rule, Same
 from mt_models.blocks.config import DecoderConfig
 from mt_models.blocks.moe import MoEOptions
-from mt_models.gguf import ExpertHalves, External, Key, Metadata, NeighboursQKV
+from mt_models.gguf import ExpertHalves, External, Key, Metadata, NeighboursQKV, require
 
 OURS = "decoder.layers.{i}."
 THEIRS = "blk.{i}."
@@ -29,16 +30,25 @@ def tied_output(config: Any) -> Mapping[str, str]:
     return {} if config.untie_embeddings_and_output_weights else {"output.weight": "token_embd.weight"}
 
 
-def decoder_map(config: Any, layer: list[Rule], *, norm_bias: bool = False) -> NameMap:
-    """Embedding, final norm and LM head, around the rules of a layer."""
+def decoder_map(
+    config: Any,
+    layer: list[Rule],
+    *,
+    norm_bias: bool = False,
+    norm_rule: type[Rule] = Same,
+    final_norm: str = "output_norm",
+    ignored: Sequence[str] = (),
+) -> NameMap:
+    """Embedding, final norm and LM head, around the rules of a layer. ignored: tensors of the file that no parameter
+    holds."""
     rules: list[Rule] = [
         Same("embedding.word_embeddings.weight", "token_embd.weight"),
         *layer,
-        *norms({"decoder.final_layernorm": "output_norm"}, bias=norm_bias, ours="", theirs=""),
+        *norms({"decoder.final_layernorm": final_norm}, bias=norm_bias, ours="", theirs="", rule=norm_rule),
     ]
     if config.untie_embeddings_and_output_weights:
         rules.append(Same("output_layer.weight", "output.weight"))
-    return NameMap(rules, config.num_layers, ignored=[FREQUENCIES])
+    return NameMap(rules, config.num_layers, ignored=[FREQUENCIES, *ignored])
 
 
 def norms(
@@ -50,6 +60,9 @@ def norms(
 
 
 PRE_NORMS = {"input_layernorm": "attn_norm", "pre_mlp_layernorm": "ffn_norm"}
+NORMS_BEHIND_ATTENTION = {**PRE_NORMS, "pre_mlp_layernorm": "post_attention_norm"}
+"""The same, where llama.cpp has another name for the second."""
+BRANCH_NORMS = {"post_self_attn_layernorm": "post_attention_norm", "post_mlp_layernorm": "post_ffw_norm"}
 QK_NORMS = {"self_attention.q_layernorm": "attn_q_norm", "self_attention.k_layernorm": "attn_k_norm"}
 
 
@@ -95,6 +108,17 @@ def experts(moe: MoEOptions, *, bias: bool = False) -> list[Rule]:
     return rules
 
 
+@dataclass(frozen=True)
+class SharedGate(Rule):
+    """The gate of a shared expert: [1, hidden] here, [hidden] there."""
+
+    def import_value(self, tensors: Any) -> Tensor:
+        return torch.as_tensor(tensors[0]).reshape(1, -1)
+
+    def export_value(self, tensor: Tensor) -> Any:
+        return [tensor.reshape(-1)]
+
+
 def mixed_feed_forward(config: DecoderConfig) -> list[Rule]:
     """The feed-forwards of all layers, MoE or dense."""
     moe = MoEOptions(config)
@@ -116,6 +140,8 @@ SIZES = (
 FEED_FORWARD = Key("feed_forward_length", "intermediate_size")
 EPSILON = Key("attention.layer_norm_rms_epsilon", "rms_norm_eps", float)
 DENSE = (*SIZES, FEED_FORWARD, EPSILON)
+SOFTMAX, SIGMOID = 1, 2
+"""Values of expert_gating_func."""
 EXPERT_COUNTS = (Key("expert_used_count", "num_experts_per_tok"),)
 GRANITE_FACTORS = (
     Key("embedding_scale", "embedding_multiplier", float),
@@ -131,13 +157,13 @@ def head_size(external: External) -> int:
     return int(external.get("head_dim") or external["hidden_size"] // external["num_attention_heads"])
 
 
-def read_shape(metadata: Metadata) -> dict[str, Any]:
-    """Heads, vocabulary, tying and rotary positions."""
+def read_shape(metadata: Metadata, groups: int | None = None) -> dict[str, Any]:
+    """Heads, vocabulary, tying and rotary positions. groups: key-value heads, where the file has a list of them."""
     heads = metadata.need("attention.head_count", int)
     head_dim = metadata.get("attention.key_length", int) or metadata.need("embedding_length", int) // heads
     return {
         "vocab_size": metadata.shape("token_embd.weight")[0],
-        "num_key_value_heads": metadata.get("attention.head_count_kv", int) or heads,
+        "num_key_value_heads": groups or metadata.get("attention.head_count_kv", int) or heads,
         "head_dim": head_dim,
         # llama.cpp leaves the LM head out where it is tied to the embedding.
         "tie_word_embeddings": not metadata.has_tensor("output.weight"),
@@ -158,6 +184,38 @@ def read_attention_scale(metadata: Metadata, head_dim: int) -> dict[str, Any]:
     scale, usual = metadata.need("attention.scale", float), head_dim**-0.5
     rounded, expected = torch.tensor([scale, usual], dtype=torch.float32).tolist()
     return {"attention_multiplier": usual if rounded == expected else scale}
+
+
+def refuse_window(external: External, architecture: str) -> None:
+    """Raises ConfigError for a window within the context, which the architecture does not compute."""
+    window, length = external.get("sliding_window"), external["max_position_embeddings"]
+    if window is not None and window < length:
+        raise ConfigError(
+            f"model.sliding_window={window} cannot be written as GGUF of the architecture {architecture}, which has no "
+            f"windows; set model.max_position_embeddings={length} to at most that, where the window has no effect"
+        )
+
+
+def require_scaling(external: External, allowed: Sequence[str], architecture: str) -> None:
+    """Raises ConfigError for scaled rotary positions of a type that the architecture does not compute."""
+    kind = (external.get("rope_scaling") or {}).get("rope_type", "default")
+    if kind not in allowed:
+        raise ConfigError(
+            f"rope_scaling.rope_type={kind} cannot be written as GGUF of the architecture {architecture}; it can be "
+            f"{', '.join(allowed)}"
+        )
+
+
+def write_query_scaling(table: Mapping[str, Any], architecture: str) -> dict[str, Any]:
+    """Queries that grow with their positions, and the factor of YaRN beside them. table: `rope_parameters`."""
+    values: dict[str, Any] = {
+        "attention.temperature_scale": float(table["llama_4_scaling_beta"]),
+        "attention.temperature_length": table["original_max_position_embeddings"],
+    }
+    if table.get("mscale") and table.get("mscale_all_dim"):
+        require({"rope_parameters.mscale": table["mscale"]}, "rope_parameters.mscale", (1.0,), architecture)
+        values["rope.scaling.yarn_log_multiplier"] = float(table["mscale_all_dim"])
+    return values
 
 
 def write_shape(external: External) -> dict[str, Any]:
@@ -209,11 +267,22 @@ def write_rope(external: External) -> dict[str, Any]:
         raise ConfigError(f"rope_scaling.rope_type={kind} cannot be written as GGUF; it can be linear, yarn or llama3")
     written = {**base, "rope.scaling.type": kind, "rope.scaling.factor": float(scaling["factor"])}
     if kind == "yarn":
+        _require_usual_attention_factor(scaling)
         written["rope.scaling.original_context_length"] = scaling["original_max_position_embeddings"]
         for theirs, ours in (("yarn_beta_fast", "beta_fast"), ("yarn_beta_slow", "beta_slow")):
             if scaling.get(ours) is not None:
                 written[f"rope.scaling.{theirs}"] = float(scaling[ours])
     return written
+
+
+def _require_usual_attention_factor(scaling: Mapping[str, Any]) -> None:
+    """Raises ConfigError for a factor of YaRN's cosines and sines that does not follow from its other one."""
+    stated, usual = scaling.get("attention_factor"), 0.1 * math.log(scaling["factor"]) + 1.0
+    if stated is not None and not math.isclose(stated, usual, rel_tol=1e-6):
+        raise ConfigError(
+            f"rope_scaling.attention_factor={stated} cannot be written as GGUF, which has none; it can be "
+            f"0.1 ln(factor) + 1 = {usual}, or null"
+        )
 
 
 def _llama3_scaling(factors: Tensor, base: float, head_dim: int) -> dict[str, Any]:

@@ -10,6 +10,8 @@ from mt_models.blocks.gguf_decoder import (
     EXPERT_COUNTS,
     OURS,
     PRE_NORMS,
+    SIGMOID,
+    SOFTMAX,
     THEIRS,
     decoder_map,
     experts,
@@ -23,8 +25,6 @@ from mt_models.blocks.moe import MoEOptions
 from mt_models.deepseek.config import DeepseekConfig
 from mt_models.gguf import External, GGUFArchitecture, GGUFFamily, Key, LatentUpProjection, Metadata, require
 
-SOFTMAX, SIGMOID = 1, 2
-"""Values of expert_gating_func."""
 PROJECTIONS = {
     "self_attention.linear_kv_down_proj": "attn_kv_a_mqa",
     "self_attention.kv_layernorm": "attn_kv_a_norm",
@@ -45,19 +45,19 @@ def name_map(config: DeepseekConfig) -> NameMap:
 
 def _layer(config: DeepseekConfig, number: int) -> list[Rule]:
     sparse = config.moe is not None and MoEOptions(config).layers[number]
+    second = experts(MoEOptions(config)) if sparse else feed_forward()
+    return [*norms(PRE_NORMS), *latent_attention(config), *second]
+
+
+def latent_attention(config: Any) -> list[Rule]:
     queries = PLAIN_QUERIES if config.q_lora_rank is None else LATENT_QUERIES
-    return [
-        *norms(PRE_NORMS),
-        *norms(PROJECTIONS),
-        *norms(queries),
-        LatentUpProjection(
-            f"{OURS}self_attention.linear_kv_up_proj.weight",
-            (f"{THEIRS}attn_k_b.weight", f"{THEIRS}attn_v_b.weight"),
-            heads=config.num_attention_heads,
-            key_size=config.qk_head_dim,
-        ),
-        *(experts(MoEOptions(config)) if sparse else feed_forward()),
-    ]
+    up = LatentUpProjection(
+        f"{OURS}self_attention.linear_kv_up_proj.weight",
+        (f"{THEIRS}attn_k_b.weight", f"{THEIRS}attn_v_b.weight"),
+        heads=config.num_attention_heads,
+        key_size=config.qk_head_dim,
+    )
+    return [*norms(PROJECTIONS), *norms(queries), up]
 
 
 def _is_v3(metadata: Metadata) -> bool:

@@ -12,6 +12,7 @@ SPEC = ModelSpec(
     presets=Lazy("mt_models.falcon_h1.config:PRESETS"),
     name_maps={
         "hf": Lazy("mt_models.falcon_h1.hugging_face:HUGGING_FACE"),
+        "gguf": Lazy("mt_models.falcon_h1.gguf:GGUF"),
         "megatron": Lazy("mt_models.falcon_h1.config:MEGATRON"),
     },
     training_flops=Lazy("mt_models.falcon_h1.config:training_flops"),

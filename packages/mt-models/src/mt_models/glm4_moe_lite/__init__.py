@@ -12,6 +12,7 @@ SPEC = ModelSpec(
     presets=Lazy("mt_models.glm4_moe_lite.config:PRESETS"),
     name_maps={
         "hf": Lazy("mt_models.glm4_moe_lite.hugging_face:HUGGING_FACE"),
+        "gguf": Lazy("mt_models.glm4_moe_lite.gguf:GGUF"),
         "megatron": Lazy("mt_models.glm4_moe_lite.config:MEGATRON"),
     },
     shrink=Lazy("mt_models.deepseek.config:shrink_deepseek"),

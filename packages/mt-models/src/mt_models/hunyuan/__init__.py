@@ -12,6 +12,7 @@ SPEC = ModelSpec(
     presets=Lazy("mt_models.hunyuan.config:PRESETS"),
     name_maps={
         "hf": Lazy("mt_models.hunyuan.hugging_face:HUGGING_FACE"),
+        "gguf": Lazy("mt_models.hunyuan.gguf:GGUF"),
         "megatron": Lazy("mt_models.hunyuan.config:MEGATRON"),
     },
     training_flops=Lazy("mt_models.flops:training_flops"),

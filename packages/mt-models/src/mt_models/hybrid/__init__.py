@@ -12,6 +12,7 @@ SPEC = ModelSpec(
     presets=Lazy("mt_models.hybrid.config:PRESETS"),
     name_maps={
         "hf": Lazy("mt_models.hybrid.hugging_face:HUGGING_FACE"),
+        "gguf": Lazy("mt_models.hybrid.gguf:GGUF"),
         "megatron": Lazy("mt_models.hybrid.megatron:MEGATRON"),
     },
     training_flops=Lazy("mt_models.hybrid.config:training_flops"),

@@ -12,6 +12,7 @@ SPEC = ModelSpec(
     presets=Lazy("mt_models.jamba.config:PRESETS"),
     name_maps={
         "hf": Lazy("mt_models.jamba.hugging_face:HUGGING_FACE"),
+        "gguf": Lazy("mt_models.jamba.gguf:GGUF"),
         "megatron": Lazy("mt_models.jamba.config:MEGATRON"),
     },
     shrink=Lazy("mt_models.jamba.config:shrink_jamba"),

@@ -13,6 +13,7 @@ SPEC = ModelSpec(
     presets=Lazy("mt_models.lfm2.config:PRESETS"),
     name_maps={
         "hf": Lazy("mt_models.lfm2.hugging_face:HUGGING_FACE"),
+        "gguf": Lazy("mt_models.lfm2.gguf:GGUF"),
         "megatron": Lazy("mt_models.lfm2.config:MEGATRON"),
     },
     training_flops=Lazy("mt_models.lfm2.config:training_flops"),

@@ -12,6 +12,7 @@ SPEC = ModelSpec(
     presets=Lazy("mt_models.llama4.config:PRESETS"),
     name_maps={
         "hf": Lazy("mt_models.llama4.hugging_face:HUGGING_FACE"),
+        "gguf": Lazy("mt_models.llama4.gguf:GGUF"),
         "megatron": Lazy("mt_models.llama4.config:MEGATRON"),
     },
     training_flops=Lazy("mt_models.llama4.config:training_flops"),

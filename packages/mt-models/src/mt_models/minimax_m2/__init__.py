@@ -12,6 +12,7 @@ SPEC = ModelSpec(
     presets=Lazy("mt_models.minimax_m2.config:PRESETS"),
     name_maps={
         "hf": Lazy("mt_models.minimax_m2.hugging_face:HUGGING_FACE"),
+        "gguf": Lazy("mt_models.minimax_m2.gguf:GGUF"),
         "megatron": Lazy("mt_models.minimax_m2.config:MEGATRON"),
     },
     training_flops=Lazy("mt_models.flops:training_flops"),

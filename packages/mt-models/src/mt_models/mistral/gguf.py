@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from typing import Any
 
-from mt_core.errors import ConfigError
 from mt_core.name_map import NameMap
 from mt_models.blocks.gguf_decoder import (
     DENSE,
@@ -15,6 +14,7 @@ from mt_models.blocks.gguf_decoder import (
     frequency_factors,
     norms,
     read_shape,
+    refuse_window,
     tied_output,
     write_shape,
 )
@@ -27,12 +27,7 @@ def name_map(config: MistralConfig) -> NameMap:
 
 
 def write(external: External) -> dict[str, Any]:
-    window, length = external.get("sliding_window"), external["max_position_embeddings"]
-    if window is not None and window < length:
-        raise ConfigError(
-            f"model.sliding_window={window} cannot be written as GGUF of the architecture llama, which has no windows; "
-            f"set model.max_position_embeddings={length} to at most that, where the window has no effect"
-        )
+    refuse_window(external, "llama")
     return write_shape(external)
 
 

@@ -12,6 +12,7 @@ SPEC = ModelSpec(
     presets=Lazy("mt_models.mistral4.config:PRESETS"),
     name_maps={
         "hf": Lazy("mt_models.mistral4.hugging_face:HUGGING_FACE"),
+        "gguf": Lazy("mt_models.mistral4.gguf:GGUF"),
         "megatron": Lazy("mt_models.mistral4.config:MEGATRON"),
     },
     shrink=Lazy("mt_models.deepseek.config:shrink_deepseek"),

@@ -2,20 +2,19 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from typing import Any
 
-import torch
-from torch import Tensor
-
-from mt_core.name_map import NameMap, Rule
+from mt_core.name_map import NameMap
 from mt_models.blocks.gguf_decoder import (
     DENSE,
     EXPERT_COUNTS,
+    NORMS_BEHIND_ATTENTION,
     OURS,
     PRE_NORMS,
     QK_NORMS,
+    SIGMOID,
     THEIRS,
+    SharedGate,
     attention,
     decoder_map,
     mixed_feed_forward,
@@ -30,33 +29,18 @@ from mt_models.gguf import External, GGUFArchitecture, GGUFFamily, Key, Metadata
 from mt_models.qwen_moe.config import QwenMoeConfig
 from mt_models.qwen_moe.glm4_moe import KIND, is_glm4_moe
 
-GLM_NORMS = {**PRE_NORMS, "pre_mlp_layernorm": "post_attention_norm"}
-SOFTMAX, SIGMOID = 1, 2
-"""Values of expert_gating_func."""
-
 
 def name_map(config: QwenMoeConfig) -> NameMap:
     glm = is_glm4_moe(config.moe)
     layer = [
-        *norms(GLM_NORMS if glm else PRE_NORMS),
+        *norms(NORMS_BEHIND_ATTENTION if glm else PRE_NORMS),
         *(norms(QK_NORMS) if config.qk_layernorm else ()),
         *attention(config, bias=config.add_qkv_bias),
         *mixed_feed_forward(config),
     ]
     if MoEOptions(config)["moe_shared_expert_gate"]:
-        layer.append(_SharedGate(f"{OURS}mlp.shared_experts.gate_weight", f"{THEIRS}ffn_gate_inp_shexp.weight"))
+        layer.append(SharedGate(f"{OURS}mlp.shared_experts.gate_weight", f"{THEIRS}ffn_gate_inp_shexp.weight"))
     return decoder_map(config, layer)
-
-
-@dataclass(frozen=True)
-class _SharedGate(Rule):
-    """[1, hidden] here, [hidden] there."""
-
-    def import_value(self, tensors: Any) -> Tensor:
-        return torch.as_tensor(tensors[0]).reshape(1, -1)
-
-    def export_value(self, tensor: Tensor) -> Any:
-        return [tensor.reshape(-1)]
 
 
 def read_qwen2(metadata: Metadata) -> dict[str, Any]:

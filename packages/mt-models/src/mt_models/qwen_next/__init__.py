@@ -12,6 +12,7 @@ SPEC = ModelSpec(
     presets=Lazy("mt_models.qwen_next.presets:PRESETS"),
     name_maps={
         "hf": Lazy("mt_models.qwen_next.hugging_face:HUGGING_FACE"),
+        "gguf": Lazy("mt_models.qwen_next.gguf:GGUF"),
         "megatron": Lazy("mt_models.qwen_next.config:MEGATRON"),
     },
     shrink=Lazy("mt_models.qwen_next.config:shrink_qwen_next"),

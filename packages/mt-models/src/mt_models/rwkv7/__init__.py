@@ -12,6 +12,7 @@ SPEC = ModelSpec(
     presets=Lazy("mt_models.rwkv7.config:PRESETS"),
     name_maps={
         "hf": Lazy("mt_models.rwkv7.hugging_face:HUGGING_FACE"),
+        "gguf": Lazy("mt_models.rwkv7.gguf:GGUF"),
         "megatron": Lazy("mt_models.rwkv7.config:MEGATRON"),
     },
     training_flops=Lazy("mt_models.rwkv7.config:training_flops"),

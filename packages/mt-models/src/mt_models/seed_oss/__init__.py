@@ -12,6 +12,7 @@ SPEC = ModelSpec(
     presets=Lazy("mt_models.seed_oss.config:PRESETS"),
     name_maps={
         "hf": Lazy("mt_models.seed_oss.hugging_face:HUGGING_FACE"),
+        "gguf": Lazy("mt_models.seed_oss.gguf:GGUF"),
         "megatron": Lazy("mt_models.seed_oss.config:MEGATRON"),
     },
     training_flops=Lazy("mt_models.flops:training_flops"),

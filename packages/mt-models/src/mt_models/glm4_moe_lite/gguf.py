@@ -1,0 +1,27 @@
+"""GLM-4.7-Flash in GGUF, where it is a DeepSeek-V3: such a file is read as one."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from mt_core.errors import ConfigError
+from mt_models.blocks.gguf_decoder import tied_output
+from mt_models.deepseek import gguf as deepseek
+from mt_models.gguf import External, GGUFArchitecture, GGUFFamily
+
+
+def write(external: External) -> dict[str, Any]:
+    kinds = list(external["mlp_layer_types"])
+    if kinds != sorted(kinds):  # dense before sparse
+        raise ConfigError(
+            f"mlp_layer_types={kinds} cannot be written as GGUF of the architecture deepseek2, whose dense layers are "
+            "the first ones"
+        )
+    return {**deepseek.write(external), "expert_gating_func": deepseek.SIGMOID}
+
+
+GLM = GGUFArchitecture(
+    "deepseek2", "glm4_moe_lite", deepseek.KEYS, deepseek.read_v3, write, fits=lambda metadata: False
+)
+
+GGUF = GGUFFamily(family="glm4_moe_lite", architectures=(GLM,), name_map=deepseek.name_map, copies=tied_output)
