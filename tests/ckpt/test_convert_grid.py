@@ -213,10 +213,11 @@ ROUNDED: dict[str, dict[str, tuple[str, ...]]] = {
     }
 }
 """Format -> models that it has words for, and ends of the names of parameters that it holds as a function of ours,
-which rounds: GGUF has -exp(A_log), and norms plus one. `test_what_is_rounded` has them; all else is compared bit for bit."""
+which rounds: GGUF has -exp(A_log), and norms plus one. `test_what_is_rounded` has them; all else is compared bit for
+bit."""
 MULTIPLIED = {"gguf": {"falcon_h1"}}
-"""Format -> models whose matrices contain factors of the configuration in it, so that another model with the same outputs
-is read (test_gguf_save.py)."""
+"""Format -> models whose matrices contain factors of the configuration in it, so that what is read is another model
+with the same outputs (test_gguf_save.py)."""
 UNCUT = ("t5", "t5_learned_positions", "gemma4", "gemma4_vl")
 """Models that are not cut into pipeline stages."""
 WHOLE = ("mt", "hf")

@@ -74,10 +74,12 @@ def test_options_are_refused(make_model, host, tmp_path: Path) -> None:
 
 @pytest.mark.slow
 def test_factors_of_falcon_h1_are_in_its_matrices(make_model, host, tmp_path: Path) -> None:
-    """What is read has none, and the same logits. One matrix that is embedding and LM head becomes two."""
+    """What is read has none, and the same logits. One matrix cannot contain two of them."""
     keys = {**FALCON_H1, "embedding_multiplier": 2.0, "lm_head_multiplier": 0.5, "key_multiplier": 0.7}
     keys |= {"ssm_multipliers": [0.9, 1.1, 0.8, 1.2, 0.7], "mlp_multipliers": [0.6, 1.4], "num_layers": 2}
-    source = make_model(**keys, untie_embeddings_and_output_weights=False)
+    with pytest.raises(ConfigError, match=r"embedding_multiplier=2.0 .* it can be 0.5"):
+        convert(make_model(**keys, untie_embeddings_and_output_weights=False), tmp_path / "x", saver="gguf", host=host)
+    source = make_model(**keys)
     convert(source, tmp_path / "g", saver="gguf", host=host)
     convert(tmp_path / "g", tmp_path / "back", saver="mt", host=host)
     ours, theirs = (logits_of(path, host) for path in (source, tmp_path / "back"))

@@ -43,14 +43,6 @@ class Multiplied(Rule):
         return [times(x, f, 1) for x, f in zip(self.rule.export_value(tensor), self.factors, strict=True)]
 
 
-@dataclass(frozen=True)
-class EmbeddingAndOutput(Rule):
-    """One matrix here, which is embedding and LM head; there two that are multiplied by different factors."""
-
-    def export_value(self, tensor: Tensor) -> Sequence[Tensor]:
-        return [tensor, tensor]
-
-
 def times(tensor: Tensor, factor: Factor, power: int) -> Tensor:
     if factor == 1.0:
         return tensor
@@ -84,7 +76,7 @@ def name_map(config: FalconH1Config) -> NameMap:
         "linear_fc2.weight": (down,),
         "mixer.in_proj.weight": (tuple(of_rows),),
         "mixer.out_proj.weight": (config.ssm_out_multiplier,),
-        "word_embeddings.weight": (config.embedding_multiplier, config.lm_head_multiplier),
+        "word_embeddings.weight": (config.embedding_multiplier,),
         "output_layer.weight": (config.lm_head_multiplier,),
     }
     mamba = [rule for rule in mixer(config) if config.mamba_gated_norm or not rule.ours.endswith(".norm.weight")]
@@ -92,17 +84,10 @@ def name_map(config: FalconH1Config) -> NameMap:
     second = Same(f"{OURS}pre_mlp_layernorm.weight", f"{THEIRS}ffn_norm")
     layer = [*norms({"input_layernorm": "attn_norm"}), second, *attention(config), *feed_forward(), *mamba]  # type: ignore[arg-type]
     final = norms({"decoder.final_layernorm": "output_norm"}, ours="", theirs="")
-    return NameMap(multiplied([*around(config, factors), *layer, *final], factors), config.num_layers)
-
-
-def around(config: FalconH1Config, factors: dict[str, tuple[Factor, ...]]) -> list[Rule]:
-    """Embedding and LM head: two tensors, if one matrix is both and the factors differ."""
-    embedding, output = "embedding.word_embeddings.weight", "output.weight"
-    tied = not config.untie_embeddings_and_output_weights
-    if tied and config.embedding_multiplier != config.lm_head_multiplier:
-        return [EmbeddingAndOutput(embedding, ("token_embd.weight", output))]
-    factors["word_embeddings.weight"] = (config.embedding_multiplier,)
-    return [Same(embedding, "token_embd.weight"), *([] if tied else [Same("output_layer.weight", output)])]
+    around = [Same("embedding.word_embeddings.weight", "token_embd.weight")]
+    if config.untie_embeddings_and_output_weights:
+        around.append(Same("output_layer.weight", "output.weight"))
+    return NameMap(multiplied([*around, *layer, *final], factors), config.num_layers)
 
 
 # -- configuration -----------------------------------------------------------------------------------
@@ -125,6 +110,9 @@ def write(external: External) -> dict[str, Any]:
     require(external, "mamba_conv_bias", (True,), "falcon-h1")
     require(external, "mamba_proj_bias", (False,), "falcon-h1")
     require(external, "time_step_limit", ([0.0, float("inf")],), "falcon-h1")
+    if external["tie_word_embeddings"]:
+        # One matrix is embedding and LM head.
+        require(external, "embedding_multiplier", (external["lm_head_multiplier"],), "falcon-h1 with one embedding")
     # A model that does not say for which length it was trained has no longest one.
     length = external.get("max_position_embeddings") or CONTEXT
     return {**write_shape(external), "context_length": length, "ssm.inner_size": external["mamba_d_ssm"]}
