@@ -163,6 +163,35 @@ MODELS: dict[str, dict[str, Any]] = {
         "sliding_window": 5,
         "conv_kernel": 4,
     },
+    "ernie4_5_moe": {
+        "family": "ernie4_5",
+        **GROUPED,
+        "moe": {
+            **{key: value for key, value in SIGMOID_EXPERTS.items() if key != "moe_router_score_function"},
+            "moe_router_weight_in_fp32": True,
+        },
+    },
+    "hunyuan_v1_moe": {
+        "family": "hunyuan",
+        **GROUPED,
+        "rope_scaling_type": "ntk",
+        "rope_ntk_alpha": 50.0,
+        "moe": {
+            "num_experts": 4,
+            "moe_router_topk": 2,
+            "moe_ffn_hidden_size": 48,
+            "moe_shared_expert_intermediate_size": 48,
+        },
+    },
+    "lfm2_moe": {
+        "family": "lfm2",
+        **GROUPED,
+        "conv_layer_pattern": "[1]*2+[0]*1",
+        "moe": {
+            **{key: value for key, value in SIGMOID_EXPERTS.items() if "shared" not in key},
+            "moe_router_weight_epsilon": 1e-6,
+        },
+    },
     "minimax_m2": {
         "family": "minimax_m2",
         **GROUPED,

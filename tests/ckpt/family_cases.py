@@ -417,6 +417,28 @@ CASES: dict[str, Case] = {
     ),
     "olmoe clipped": moe_case("olmoe", "Olmoe", num_experts=8, pad_token_id=None, eos_token_id=None, clip_qkv=0.5),
     "olmoe": moe_case("olmoe", "Olmoe", num_experts=8, pad_token_id=None, eos_token_id=None),
+    "ernie4_5_moe": dense(
+        "ernie4_5", "Ernie4_5_Moe", moe_num_experts=5, moe_k=3, moe_intermediate_size=12, experts_implementation="eager"
+    ),
+    "hunyuan_v1_moe": dense(
+        "hunyuan",
+        "HunYuanMoEV1",
+        head_dim=12,
+        num_experts=5,
+        moe_topk=3,
+        rope_parameters={"rope_type": "dynamic", "alpha": 50.0, "factor": 1.0},
+        experts_implementation="eager",
+    ),
+    "lfm2_moe": dense(
+        "lfm2",
+        "Lfm2Moe",
+        layer_types=["conv", "full_attention", "conv"],
+        num_dense_layers=1,
+        num_experts=5,
+        num_experts_per_tok=3,
+        moe_intermediate_size=12,
+        experts_implementation="eager",
+    ),
     "minimax_m2": moe_case(
         "minimax_m2",
         "MiniMaxM2",
@@ -665,7 +687,9 @@ def make_model(case: Case) -> nn.Module:
 
 def trained_buffers(model: nn.Module) -> list[Tensor]:
     """Weights that no gradient changes: DeepSeek-V3's biases of experts."""
-    return [buffer for name, buffer in model.named_buffers() if name.endswith("e_score_correction_bias")]
+    return [
+        buffer for name, buffer in model.named_buffers() if name.endswith(("e_score_correction_bias", "expert_bias"))
+    ]
 
 
 def inputs_of(case: Case) -> dict[str, Tensor]:

@@ -66,6 +66,16 @@ CASES: dict[str, dict[str, Any]] = {
         "sparse_attention_freq": "([0]*1+[1]*3)",
         "moe": {**FOUR_LAYERS["minimax_m3"]["moe"], "moe_layer_freq": "([0]*1+[1]*3)"},
     },
+    "ernie4_5_moe": {
+        **FOUR_LAYERS["ernie4_5_moe"],
+        "moe": {**FOUR_LAYERS["ernie4_5_moe"]["moe"], "moe_layer_freq": "([0]*1+[1]*3)"},
+    },
+    "lfm2_moe": {
+        **FOUR_LAYERS["lfm2_moe"],
+        "conv_layer_pattern": "[1]*3+[0]*1",
+        "moe": {**FOUR_LAYERS["lfm2_moe"]["moe"], "moe_layer_freq": "([0]*1+[1]*3)"},
+    },
+    "hunyuan_v1_moe": FOUR_LAYERS["hunyuan_v1_moe"],
     "llama4": FOUR_LAYERS["llama4"],
     "lfm2": {**FOUR_LAYERS["lfm2"], "conv_layer_pattern": "[1]*3+[0]*1"},
     "qwen_next": FOUR_LAYERS["qwen_next"],
@@ -177,6 +187,7 @@ NO_MEGATRON = {
     *("kimi_linear", "deepseek_v4", "gemma4", "gemma4_experts", "qwen3_vl", "qwen3_vl_experts", "qwen_next_vl"),
     *("gemma4_vl", "gemma4_vl_experts", "modernbert", "rwkv7"),
     *("nemotron_3", "granite_hybrid", "falcon_h1", "mistral4", "jamba", "mistral3", "kimi_k25", "minimax_m3"),
+    *("ernie4_5_moe", "hunyuan_v1_moe", "lfm2_moe"),
     *(name for name in CASES if name.endswith(("_classification", "_multiple_choice"))),
 }
 UNABLE = {

@@ -56,6 +56,9 @@ FAMILIES: dict[str, dict[str, Any]] = {
         "hunyuan",
         "minimax_m2",
         "minimax_m3",
+        "ernie4_5_moe",
+        "hunyuan_v1_moe",
+        "lfm2_moe",
         "lfm2",
         "llama4",
         "qwen_next",
@@ -123,6 +126,8 @@ ALIKE = {
     ),
     # The dispatcher and the experts of mixtral; routers are whole on each rank.
     *((name, "ep") for name in ("granite_hybrid", "jamba", "glm4_moe_lite", "glm_5", "deepseek_v32", "minimax_m3")),
+    # The layers of the dense sizes, and the dispatcher.
+    *((name, layout) for name in ("ernie4_5_moe", "hunyuan_v1_moe", "lfm2_moe") for layout in LAYOUTS),
     ("deepseek_v32 that learns", "ep"),
     ("deepseek_v32 in warm-up", "ep"),
     ("deepseek_v32 in warm-up", "pp"),

@@ -39,6 +39,9 @@ MOE_MODELS = (
     "qwen_next",
     "llama4",
     "olmo_hybrid",
+    "ernie4_5",
+    "hunyuan",
+    "lfm2",
 )
 
 
@@ -184,6 +187,8 @@ def assert_presets_match(
     assert set(host[MODELS].get(family).presets.load()) == set(shapes)
     for preset, (config_type, model_type, shape) in shapes.items():
         reference = without_values(model_type, config_type(**shape))
-        biases = sum(b.numel() for n, b in reference.named_buffers() if n.endswith("e_score_correction_bias"))
+        biases = sum(
+            b.numel() for n, b in reference.named_buffers() if n.endswith(("e_score_correction_bias", "expert_bias"))
+        )
         ours = parameter_count(build_preset(host, preset, *overrides))
         assert ours == reference.num_parameters() + biases, preset

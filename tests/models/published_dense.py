@@ -115,6 +115,33 @@ HUNYUAN_7B = {
     "rope_theta": 10000.0, "tie_word_embeddings": True, "use_cla": False, "use_qk_norm": True,
     "use_rotary_pos_emb": True, "vocab_size": 128167,
 }  # fmt: skip
+ERNIE45_21B = {
+    **ERNIE45_03B, "architectures": ["Ernie4_5_MoeForCausalLM"], "hidden_size": 2560, "intermediate_size": 12288,
+    "model_type": "ernie4_5_moe", "moe_capacity": [64, 64, 64], "moe_gate": "topk", "moe_intermediate_size": 1536,
+    "moe_k": 6, "moe_layer_end_index": 27, "moe_layer_interval": 1, "moe_layer_start_index": 1, "moe_num_experts": 64,
+    "moe_num_shared_experts": 2, "moe_use_aux_free": True, "num_attention_heads": 20, "num_hidden_layers": 28,
+    "num_key_value_heads": 4, "num_nextn_predict_layers": 1,
+}  # fmt: skip
+HUNYUAN_A13B = {
+    **HUNYUAN_7B, "architectures": ["HunYuanMoEV1ForCausalLM"], "attention_dropout": 0.1, "capacity_factor": 1.0,
+    "class_num": 0, "group_limited_greedy": False, "im_newline_id": 12, "intermediate_size": 3072, "kv_lora_rank": None,
+    "max_position_embeddings": 262144, "model_type": "hunyuan_v1_moe", "moe_drop_tokens": False,
+    "moe_intermediate_size": [3072] * 32, "moe_layer_num_skipped": 0, "moe_random_routing_dropped_token": False,
+    "moe_topk": [8] * 32, "n_group": None, "norm_topk_prob": True, "num_experts": 64, "num_shared_expert": [1] * 32,
+    "pad_id": 127961, "position_embedding_xdrope": False, "q_lora_rank": None, "qk_nope_head_dim": None,
+    "qk_rope_head_dim": None, "routed_scaling_factor": 1.0, "sep_token_id": 127962, "skip_cls_token": False,
+    "topk_group": None, "use_mixed_mlp_moe": True, "use_mla": False, "v_head_dim": None, "xdrope_section": None,
+}  # fmt: skip
+LFM2_8B_A1B = {
+    "architectures": ["Lfm2MoeForCausalLM"], "bos_token_id": 1, "conv_L_cache": 3, "conv_bias": False,
+    "dtype": "bfloat16", "eos_token_id": 7, "hidden_size": 2048, "initializer_range": 0.02, "intermediate_size": 7168,
+    "layer_types": ["conv" if layer not in (2, 6, 10, 14, 18, 21) else FULL for layer in range(24)],
+    "max_position_embeddings": 128000, "model_type": "lfm2_moe", "moe_intermediate_size": 1792, "norm_eps": 1e-05,
+    "norm_topk_prob": True, "num_attention_heads": 32, "num_dense_layers": 2, "num_experts": 32,
+    "num_experts_per_tok": 4, "num_hidden_layers": 24, "num_key_value_heads": 8, "pad_token_id": 0,
+    "rope_theta": 1000000.0, "routed_scaling_factor": 1.0, "tie_embedding": True,
+    "transformers_version": "4.57.0.dev0", "use_cache": True, "use_expert_bias": True, "vocab_size": 65536,
+}  # fmt: skip
 MINIMAX_M2 = {
     **COMMON, "architectures": ["MiniMaxM2ForCausalLM"], "attn_type_list": [1] * 62, "bos_token_id": None,
     "eos_token_id": None, "head_dim": 128, "hidden_size": 3072, "intermediate_size": 1536,
@@ -197,6 +224,9 @@ PUBLISHED_DENSE: dict[str, tuple[str, dict[str, Any]]] = {
     "granite-3.3-8b": ("granite", GRANITE33_8B),
     "ernie-4.5-0.3b": ("ernie4_5", ERNIE45_03B),
     "gemma-4-e2b (text)": ("gemma4", GEMMA4_E2B),
+    "ernie-4.5-21b-a3b": ("ernie4_5", ERNIE45_21B),
+    "hunyuan-a13b": ("hunyuan", HUNYUAN_A13B),
+    "lfm2-8b-a1b": ("lfm2", LFM2_8B_A1B),
     "minimax-m2": ("minimax_m2", MINIMAX_M2),
     "lfm2-1.2b": ("lfm2", LFM2_12B),
     "lfm3-1.7b": ("lfm3", LFM3_17B),

@@ -22,6 +22,8 @@ WITHOUT_EFFECT = {
     "minimax-m3 (text)": {"model_type", "architectures"},
     "smolvlm2-500m": {"model_type", "architectures"},
     "lfm2-1.2b": {"block_auto_adjust_ff_dim"},
+    "ernie-4.5-21b-a3b": {"num_nextn_predict_layers"},
+    "hunyuan-a13b": {"moe_topk", "moe_intermediate_size", "num_shared_expert", "attention_dropout"},
     "exaone-4.0-32b": {"sliding_window_pattern"},
     "mt5-small": {"model_type", "architectures"},
     "bart-base": {"architectures", "forced_eos_token_id"},

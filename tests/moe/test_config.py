@@ -69,8 +69,8 @@ REFUSED = [
         r"moe_router_group_score_topk=0 .*can be 1 to 2",
     ),
     (
-        "num_experts=4, moe_router_enable_expert_bias=true",
-        r"score_function is softmax and can be sigmoid or sqrtsoftplus",
+        "num_experts=4, moe_router_weight_epsilon=1e-6",
+        r"only counts when model\.moe\.moe_router_score_function is sigmoid or sqrtsoftplus, and that is softmax",
     ),
     ("num_experts=4, moe_router_bias_update_rate=0.5", r"only counts when .*enable_expert_bias is True"),
     (

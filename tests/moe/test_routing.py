@@ -144,6 +144,37 @@ def test_weights_of_vanishing_scores_are_normalized_with_an_epsilon(function) ->
     torch.testing.assert_close(expert_weights(z, experts, function, False), expected, rtol=1e-9, atol=0.0)
 
 
+@pytest.mark.parametrize("pre_softmax", [False, True])
+def test_a_bias_is_added_to_probabilities_and_their_sum_is_not_too_small_to_divide_by(pre_softmax) -> None:
+    """As ERNIE 4.5 has it: the last token's choice has probabilities that add up to less than 1e-12."""
+    z = torch.cat([logits_of(20), torch.tensor([[0.0] * 2 + [-40.0] * (EXPERTS - 2)], dtype=torch.float64)])
+    bias = torch.cat([-torch.ones(2), torch.linspace(0, 1, EXPERTS - 2)]).double()
+    config = options(moe_router_topk=3, moe_router_enable_expert_bias=True, moe_router_pre_softmax=pre_softmax)
+    experts = choose_experts(z, config, bias)
+    assert torch.equal(experts, (z.softmax(-1) + bias).topk(3).indices)
+    assert not torch.equal(experts, (z + bias).topk(3).indices)
+    chosen = z.softmax(-1).gather(1, experts)
+    expected = chosen if pre_softmax else chosen / chosen.sum(-1, keepdim=True).clamp(min=1e-12)
+    assert chosen[-1].sum() < 1e-12
+    found = expert_weights(z, experts, "softmax", pre_softmax, biased=True)
+    torch.testing.assert_close(found, expected, rtol=1e-9, atol=0.0)
+
+
+def test_another_epsilon_is_added_to_the_sum_of_scores() -> None:
+    z = torch.tensor([[-10.0, -12.0, -15.0]], dtype=torch.float64)
+    experts = torch.tensor([[0, 1]])
+    chosen = z[:, :2].sigmoid()
+    found = expert_weights(z, experts, "sigmoid", False, epsilon=1e-4)
+    torch.testing.assert_close(found, chosen / (chosen.sum() + 1e-4))
+
+
+def test_a_matrix_in_fp32_stays_so_beside_others_in_bf16() -> None:
+    ctx = ParallelContext(params_dtype=torch.bfloat16)
+    kept = router_of(options(moe_router_weight_in_fp32=True), ctx)
+    assert (kept.weight.dtype, router_of(options(), ctx).weight.dtype) == (torch.float32, torch.bfloat16)
+    assert kept.logits(torch.ones(1, HIDDEN, dtype=torch.bfloat16)).dtype == torch.float32
+
+
 def test_the_expert_bias_has_a_part_in_the_choice_and_none_in_the_weights() -> None:
     config = options(moe_router_score_function="sigmoid", moe_router_enable_expert_bias=True)
     router, share = router_of(config), share_tokens(tokens_of(2, 6), fp64())

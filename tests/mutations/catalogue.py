@@ -389,7 +389,7 @@ EXPERTS = (
     Mutation(
         "weights of chosen experts are not divided by their sum",
         f"{MOE}/routing/selection.py",
-        "return (chosen - log_sum.logaddexp(torch.full_like(log_sum, LOG_EPSILON))).exp()",
+        "return (chosen - log_sum.logaddexp(torch.full_like(log_sum, math.log(epsilon)))).exp()",
         "return chosen.exp()",
         ("tests/moe/test_routing.py", "-k", "weights_are"),
     ),

@@ -130,11 +130,6 @@ def check_router(moe: MoeConfig) -> None:
             f"{PREFIX}.moe_apply_probs_on_input is for one expert a token; {PREFIX}.moe_router_topk="
             f"{moe.moe_router_topk} can be 1"
         )
-    if moe.moe_router_enable_expert_bias and moe.moe_router_score_function == "softmax":
-        raise ConfigError(
-            f"{PREFIX}.moe_router_enable_expert_bias is defined for scores of each expert by itself; "
-            f"{PREFIX}.moe_router_score_function is softmax and can be sigmoid or sqrtsoftplus"
-        )
     if moe.moe_router_force_load_balancing and moe.moe_router_random_seed is not None:
         raise ConfigError(
             f"set at most one of {PREFIX}.moe_router_force_load_balancing and {PREFIX}.moe_router_random_seed; "

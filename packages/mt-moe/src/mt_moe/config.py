@@ -51,13 +51,16 @@ class MoeConfig(Section):
     rounded down; DeepSeek-V2 has 1."""
     moe_router_topk_scaling_factor: PositiveFloat | None = None
     """Weights of the chosen experts are multiplied by this."""
+    moe_router_weight_epsilon: PositiveFloat = used_when(1e-20, moe_router_score_function=("sigmoid", "sqrtsoftplus"))
+    """Added to the sum of the chosen scores, by which each is divided; 1e-6 in LFM2."""
     moe_router_expert_scale: bool = False
     """Weights of the chosen experts are multiplied by a trained number of each expert (Gemma 4)."""
     moe_apply_probs_on_input: bool = False
     """The weight of a token's expert multiplies what the expert reads, in place of its output (Llama 4); for
     moe_router_topk = 1."""
     moe_router_enable_expert_bias: bool = False
-    """A bias on the scores, for the choice only, evens out the load without a loss (Wang et al., 2024)."""
+    """A bias on the scores, for the choice only, evens out the load without a loss (Wang et al., 2024). With softmax it
+    is added to the probabilities over all experts (ERNIE 4.5)."""
     moe_router_bias_update_rate: NonNegativeFloat = used_when(1e-3, moe_router_enable_expert_bias=True)
     """What a step adds to the bias of an expert below the mean load, and takes from one above it."""
     moe_router_bias: bool | None = None
@@ -67,6 +70,8 @@ class MoeConfig(Section):
     their weights alone (DeepSeek-V4)."""
     moe_router_dtype: Literal["fp32", "fp64"] = "fp32"
     """Dtype of the logits and of all that follows from them."""
+    moe_router_weight_in_fp32: bool = False
+    """The router's matrix is kept in fp32 whatever precision.dtype is (ERNIE 4.5)."""
     moe_input_jitter_eps: PositiveFloat | None = None
     """In training the router's input is multiplied by noise in [1 - eps, 1 + eps], the same in every
     layout."""

@@ -419,6 +419,7 @@ def _require_sayable(model: Any, options: Mapping[str, Any]) -> None:
         # Megatron sums the best topk // groups scores of a group to choose groups (DeepSeek-V3: 8 // 4).
         "moe_router_group_score_topk": topk // groups if groups else None,
         "moe_router_bias": model.add_bias_linear,
+        "moe_router_weight_epsilon": 1e-20,
     }
     for key, meant in derived.items():
         if options.get(key) not in (None, meant):
@@ -426,6 +427,12 @@ def _require_sayable(model: Any, options: Mapping[str, Any]) -> None:
                 f"model.moe.{key}={options[key]} cannot be written as Megatron's arguments, which mean {meant}; "
                 "leave it out"
             )
+    has_softmax = options.get("moe_router_score_function", "softmax") == "softmax"
+    if has_softmax and options.get("moe_router_enable_expert_bias"):
+        raise ConfigError(
+            "model.moe.moe_router_enable_expert_bias=true cannot be written as Megatron's arguments with "
+            "model.moe.moe_router_score_function=softmax; Megatron has the bias with sigmoid scores"
+        )
     shared = options.get("moe_shared_expert_intermediate_size")
     if shared and model.add_bias_linear:
         raise ConfigError(

@@ -23,6 +23,7 @@ DEFAULTS: Mapping[str, Any] = {
     "moe_router_group_topk": None,
     "moe_router_group_score_topk": None,
     "moe_router_topk_scaling_factor": None,
+    "moe_router_weight_epsilon": 1e-20,
     "moe_router_expert_scale": False,
     "moe_apply_probs_on_input": False,
     "moe_router_enable_expert_bias": False,

@@ -1,11 +1,11 @@
-"""Hunyuan, dense: Llama with norms of heads behind the rotation."""
+"""Hunyuan: Llama with norms of heads behind the rotation, dense or with experts."""
 
 from mt_core.kinds import Lazy
 from mt_core.specs import ModelSpec
 
 SPEC = ModelSpec(
     name="hunyuan",
-    doc="Hunyuan, dense: Llama with norms of heads behind the rotary positions",
+    doc="Hunyuan: Llama with norms of heads behind the rotary positions, dense or with experts and a shared one",
     config_type=Lazy("mt_models.hunyuan.config:HunyuanConfig"),
     build=Lazy("mt_models.blocks.decoder:build_rotary_decoder"),
     check=Lazy("mt_models.blocks.config:check_decoder"),

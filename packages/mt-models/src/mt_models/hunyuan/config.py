@@ -1,4 +1,4 @@
-"""Configuration of dense Hunyuan models, and their published sizes."""
+"""Configuration of Hunyuan, and its published sizes."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from mt_models.blocks.config import RMSNormDecoderConfig
 
 
 class HunyuanConfig(RMSNormDecoderConfig):
-    """Hunyuan 0.5B to 7B (Tencent, 2025)."""
+    """Hunyuan 0.5B to 7B and Hunyuan-A13B (Tencent, 2025)."""
 
     attention_bias: bool = False
     """Biases on queries, keys, values and the output of attention."""
@@ -34,7 +34,7 @@ class HunyuanConfig(RMSNormDecoderConfig):
 # -- published sizes ---------------------------------------------------------------------------------
 
 
-def _hunyuan(layers: int, hidden: int, heads: int, groups: int, ffn: int, vocab: int) -> dict[str, Any]:
+def _hunyuan(layers: int, hidden: int, heads: int, groups: int, ffn: int, vocab: int, **keys: Any) -> dict[str, Any]:
     return {
         "model": {
             "num_layers": layers,
@@ -49,15 +49,24 @@ def _hunyuan(layers: int, hidden: int, heads: int, groups: int, ffn: int, vocab:
             "rope_scaling_type": "ntk",
             "rope_ntk_alpha": 1000.0,
             "untie_embeddings_and_output_weights": False,
+            **keys,
         },
         "data": {"seq_length": 4096},
     }
 
 
+A13B = {
+    "num_experts": 64,
+    "moe_router_topk": 8,
+    "moe_shared_expert_intermediate_size": 3072,
+    "moe_router_load_balancing_type": ["aux_loss"],
+    "moe_aux_loss_coeff": [0.001],
+}
 PRESETS: dict[str, dict[str, Any]] = {
     "hunyuan-0.5b": _hunyuan(24, 1024, 8, 4, 3584, 120818),
     "hunyuan-1.8b": _hunyuan(32, 2048, 16, 4, 6144, 120818),
     "hunyuan-7b": _hunyuan(32, 4096, 32, 8, 14336, 128167),
+    "hunyuan-a13b": _hunyuan(32, 4096, 32, 8, 3072, 128167, moe=A13B),
 }
 
 

@@ -16,7 +16,7 @@ PATTERN = "model.conv_layer_pattern"
 
 
 class Lfm2Config(RMSNormDecoderConfig):
-    """LFM2, dense (Liquid AI, 2025)."""
+    """LFM2 and LFM2.5, dense or with experts (Liquid AI, 2025 and 2026)."""
 
     conv_layer_pattern: str | None = None
     """A 1 for each layer with a convolution, a 0 for one with attention, such as "([1]*2+[0]*1)*5+[1]*1". Default: all
@@ -63,7 +63,7 @@ def shrink_lfm2(model: Mapping[str, Any], seq_length: int) -> dict[str, Any]:
 # -- published sizes ---------------------------------------------------------------------------------
 
 
-def _lfm2(layers: int, hidden: int, heads: int, ffn: int, attention: tuple[int, ...]) -> dict[str, Any]:
+def _lfm2(layers: int, hidden: int, heads: int, ffn: int, attention: tuple[int, ...], **keys: Any) -> dict[str, Any]:
     return {
         "model": {
             "num_layers": layers,
@@ -77,8 +77,21 @@ def _lfm2(layers: int, hidden: int, heads: int, ffn: int, attention: tuple[int, 
             "rotary_base": 1000000.0,
             "untie_embeddings_and_output_weights": False,
             "conv_layer_pattern": pattern_of([layer not in attention for layer in range(layers)]),
+            **keys,
         },
         "data": {"seq_length": 4096},
+    }
+
+
+def _experts(number: int, width: int, layers: int) -> dict[str, Any]:
+    return {
+        "num_experts": number,
+        "moe_router_topk": 4,
+        "moe_router_score_function": "sigmoid",
+        "moe_router_weight_epsilon": 1e-6,
+        "moe_router_enable_expert_bias": True,
+        "moe_ffn_hidden_size": width,
+        "moe_layer_freq": f"([0]*2+[1]*{layers - 2})",
     }
 
 
@@ -88,6 +101,11 @@ PRESETS: dict[str, dict[str, Any]] = {
     "lfm2-700m": _lfm2(16, 1536, 24, 6912, _SIX),
     "lfm2-1.2b": _lfm2(16, 2048, 32, 8192, _SIX),
     "lfm2-2.6b": _lfm2(30, 2048, 32, 10752, (2, 5, 9, 13, 17, 21, 25, 28)),
+    "lfm2-8b-a1b": _lfm2(24, 2048, 32, 7168, (2, 6, 10, 14, 18, 21), moe=_experts(32, 1792, 24)),
+    "lfm2-24b-a2b": _lfm2(40, 2048, 32, 11776, tuple(range(2, 40, 4)), moe=_experts(64, 1536, 40)),
+    "lfm2.5-8b-a1b": _lfm2(
+        24, 2048, 32, 7168, (2, 6, 10, 14, 18, 21), moe=_experts(32, 1792, 24), vocab_size=128000, rotary_base=5000000.0
+    ),
 }
 
 
@@ -99,6 +117,7 @@ def training_flops(config: Config) -> float:
     from mt_models.flops import (
         core_flops,
         dense_feed_forward_flops,
+        experts_flops,
         mean_keys,
         output_flops,
         projection_flops,
@@ -111,10 +130,13 @@ def training_flops(config: Config) -> float:
     # in_proj to three times the width, out_proj, and k taps of each channel
     of_convolution = 8 * model.hidden_size**2 + 2 * model.conv_kernel * model.hidden_size
     of_attention = projection_flops(model) + core_flops(model, mean_keys(length, None, "seen"))
+    of_feed_forward = experts_flops(model)
+    if of_feed_forward is None:
+        of_feed_forward = dense_feed_forward_flops(model)
     of_token = (
         convolutions * of_convolution
         + attentions * of_attention
-        + model.num_layers * dense_feed_forward_flops(model)
+        + model.num_layers * of_feed_forward
         + output_flops(model.hidden_size, model.vocab_size)
     )
     return 3 * length * of_token

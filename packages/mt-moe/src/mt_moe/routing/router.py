@@ -89,7 +89,9 @@ class Router(LayoutModule):
         super().__init__(ctx)
         self.config, self.layer, self.is_hashed = config, layer, hashed_vocab is not None
         experts, partial = config.num_experts, partial_gradient_axes(ctx)
-        self.declare("weight", ParameterLayout((experts, hidden_size), normal(init_std), partial_gradient=partial))
+        dtype = torch.float32 if config.moe_router_weight_in_fp32 else None
+        layout = ParameterLayout((experts, hidden_size), normal(init_std), partial_gradient=partial, dtype=dtype)
+        self.declare("weight", layout)
         self.declare("bias", ParameterLayout((experts,), zeros, partial_gradient=partial) if bias else None)
         scale = ParameterLayout((experts,), ones, partial_gradient=partial)
         self.declare("expert_scale", scale if config.moe_router_expert_scale else None)
@@ -215,8 +217,14 @@ class Router(LayoutModule):
         if config.uses_sinkhorn:
             weights = sinkhorn_weights(logits, experts)
         else:
-            function, pre_softmax = config.moe_router_score_function, config.moe_router_pre_softmax
-            weights = expert_weights(logits, experts, function, pre_softmax)
+            weights = expert_weights(
+                logits,
+                experts,
+                config.moe_router_score_function,
+                config.moe_router_pre_softmax,
+                biased=self.expert_bias is not None,
+                epsilon=config.moe_router_weight_epsilon,
+            )
         if self.expert_scale is not None:
             weights = weights * self.expert_scale[experts].to(weights.dtype)
         factor = config.moe_router_topk_scaling_factor

@@ -22,8 +22,11 @@ from mt_moe.permutation import count_occurrences
 _SOFTPLUS_IS_EXP = -20.0
 """Below this softplus(x) equals exp(x) in fp32."""
 
-LOG_EPSILON = math.log(1e-20)
-"""Epsilon that DeepSeek-V3 and Megatron-Core add to the sum that normalizes the weights of the chosen experts."""
+EPSILON_OF_WEIGHTS = 1e-20
+"""What DeepSeek-V3 and Megatron-Core add to the sum that normalizes the weights of the chosen experts."""
+SMALLEST_SUM = 1e-12
+"""The least by which probabilities of the chosen experts are divided where a bias has a part in the choice, as in
+ERNIE 4.5: the chosen ones may be the least probable of all."""
 
 
 def log_scores(logits: Tensor, function: ScoreFunction) -> Tensor:
@@ -45,20 +48,30 @@ def distribution(logits: Tensor, function: ScoreFunction) -> Tensor:
     return log_scores(logits, function).softmax(-1)
 
 
-def expert_weights(logits: Tensor, experts: Tensor, function: ScoreFunction, pre_softmax: bool) -> Tensor:
+def expert_weights(
+    logits: Tensor,
+    experts: Tensor,
+    function: ScoreFunction,
+    pre_softmax: bool,
+    *,
+    biased: bool = False,
+    epsilon: float = EPSILON_OF_WEIGHTS,
+) -> Tensor:
     """Weights [T, k] of the chosen experts [T, k].
 
     Softmax: before top-k over all experts (pre_softmax), else over the chosen ones. The other scores are
-    normalized over the chosen experts with epsilon 1e-20, if k > 1.
+    normalized over the chosen experts with an epsilon, if k > 1. biased: the choice was not by scores alone.
     """
-    if function == "softmax" and not pre_softmax:
+    if function == "softmax" and not pre_softmax and not biased:
         return logits.gather(1, experts).softmax(-1)
     chosen = log_scores(logits, function).gather(1, experts)
-    if function == "softmax" or experts.shape[1] == 1:
+    if (function == "softmax" and pre_softmax) or experts.shape[1] == 1:
         return chosen.exp()
-    # score / (sum of chosen scores + epsilon), in logarithms.
     log_sum = chosen.logsumexp(-1, keepdim=True)
-    return (chosen - log_sum.logaddexp(torch.full_like(log_sum, LOG_EPSILON))).exp()
+    if function == "softmax":
+        return (chosen - log_sum.clamp(min=math.log(SMALLEST_SUM))).exp()
+    # score / (sum of chosen scores + epsilon), in logarithms.
+    return (chosen - log_sum.logaddexp(torch.full_like(log_sum, math.log(epsilon)))).exp()
 
 
 TABLE_OFFSET = 256
@@ -98,9 +111,10 @@ def ranked_scores(logits: Tensor, config: MoeConfig) -> Tensor:
     """[T, E]: the scores that rank experts and groups, as in Megatron-Core's `topk_routing_with_score_function`.
 
     With the softmax after top-k these are the logits. Experts rank the same by logits and probabilities, but groups do
-    not: a sum of logits and a sum of probabilities order them differently.
+    not: a sum of logits and a sum of probabilities order them differently. A bias is added to probabilities.
     """
-    if config.moe_router_score_function == "softmax" and not config.moe_router_pre_softmax:
+    biased = config.moe_router_enable_expert_bias
+    if config.moe_router_score_function == "softmax" and not config.moe_router_pre_softmax and not biased:
         return logits
     return log_scores(logits, config.moe_router_score_function).exp()
 
