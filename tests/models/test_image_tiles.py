@@ -36,7 +36,7 @@ from mt_infer.engine import InferenceEngine
 from mt_infer.sampling.parameters import SamplingParameters
 from mt_models.hugging_face import load_reference, to_reference
 from mt_models.internvl import hugging_face as internvl
-from mt_models.llava.config import flops_per_sample
+from mt_models.llava.config import flops_per_sample, training_flops
 from mt_models.smolvlm import hugging_face as smolvlm
 from mt_models.vision import hugging_face as vision
 
@@ -227,6 +227,19 @@ def test_each_part_has_the_flops_that_torch_counts(host, family) -> None:
     stem = type(model).__name__
     assert flops.vision_projection * 2 == pytest.approx(counts[f"{stem}.vision_projection"], rel=0.01)
     assert flops.language_model.forward * 32 == pytest.approx(counts[f"{stem}.language_model"], rel=0.01)
+
+
+def test_flops_of_training_are_those_of_the_most_views(host) -> None:
+    """Six tiles and a thumbnail, or as many views as a sample of several records has; none of a text."""
+    section = SMALL | {"family": "internvl", "make_vocab_size_divisible_by": 1}
+    of_text = config_from(host, section, data={"seq_length": 16})
+    features = of_text.model.image_seq_length
+    keys = {"dataset_type": "image_text", "img_h": 16, "img_w": 16, "image_token_index": 60, "seq_length": 16}
+    keys |= {"image_seq_length": features, "max_num_tiles": 6, "use_thumbnail": True}
+    for further, views in (({}, 7), ({"packing": True, "max_images": 9}, 9)):
+        config = config_from(host, section, data={**keys, **further})
+        assert training_flops(config) == pytest.approx(flops_per_sample(config.model, 16, images=views).training)
+    assert training_flops(of_text) == pytest.approx(flops_per_sample(of_text.model, 16, images=0).training)
 
 
 # -- bad input ---------------------------------------------------------------------------------------

@@ -23,8 +23,12 @@ from tests.models.vision_reference import (
     from_reference,
     randomize,
 )
+from torch.utils.flop_counter import FlopCounterMode
 
 from mt_core.errors import ConfigError
+from mt_models.flops import training_flops as decoder_flops
+from mt_models.llava.dynamic_config import image_flops
+from mt_models.qwen3_vl.config import merger_weights, training_flops
 from mt_models.qwen3_vl.hugging_face import HUGGING_FACE
 
 transformers = pytest.importorskip("transformers")
@@ -106,3 +110,26 @@ def test_videos_of_samples_have_as_many_frames_as_patches(host) -> None:
     model = HUGGING_FACE.read_config(reference.config.to_dict())
     with pytest.raises(ConfigError, match="frames_per_view=2 has to be 1: model.family=qwen3_vl"):
         config_from(host, {**model, "vision_model": {**model["vision_model"], "temporal_patch_size": 1}}, **keys)
+
+
+def test_the_tower_has_the_flops_that_torch_counts(host) -> None:
+    """With mergers of three states; a sample counts its largest image, of 20 cells, and the decoder."""
+    model, _ = make_pair(host)
+    tokens = texts_with_images().clamp(max=IMAGE - 1)[:1]
+    tokens[0, 4:20] = IMAGE
+    with torch.no_grad(), FlopCounterMode(display=False) as counter:
+        model(tokens, torch.randn(1, 16, 6, SIDE, SIDE), image_grids=torch.tensor([[[4, 4]]]))
+    counts = {name: sum(ops.values()) for name, ops in counter.get_flop_counts().items()}
+    tower, mergers = model.config.vision_model, merger_weights(model.config)
+    # Two frames of each patch are embedded.
+    frames = image_flops(tower, 16).patches
+    assert image_flops(tower, 16).forward + frames == pytest.approx(counts["Qwen3VLModel.vision_model"], rel=0.01)
+    assert 2 * 16 * mergers == pytest.approx(counts["Qwen3VLModel.vision_projection"], rel=0.01)
+    keys = {"dataset_type": "captioned_shapes", "dynamic_resolution": True, "img_h": SIDE, "img_w": SIDE}
+    keys |= {"image_token_index": IMAGE, "image_seq_length": 1, "seq_length": 24, "max_pixels": 20 * SIDE**2}
+    section = HUGGING_FACE.read_config(make_reference().config.to_dict())
+    config = config_from(host, section, data={**keys, "min_pixels": SIDE**2, "frames_per_view": 2})
+    decoder = decoder_flops(config.model_copy(update={"model": config.model.decoder}))
+    largest = image_flops(tower, 20)
+    image = largest.forward + largest.patches + 2 * 20 * mergers
+    assert training_flops(config) == pytest.approx(3 * image + decoder)

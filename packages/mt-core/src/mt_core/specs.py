@@ -94,8 +94,9 @@ class AdaptCheckpoint(Protocol):
 
 
 class CountFlops(Protocol):
-    def __call__(self, config: Any) -> float:
+    def __call__(self, config: Any) -> float | None:
         """Floating-point operations of the matrix products of a sample, forward and backward, without recomputation.
+        None: a part of the model is of a family that does not count them.
 
         config: a mt_core.config.Config with model.vocab_size. Scores count for the keys that a query sees.
         """

@@ -15,4 +15,5 @@ SPEC = ModelSpec(
         "hf": Lazy("mt_models.internvl.hugging_face:HUGGING_FACE"),
         "megatron": Lazy("mt_models.internvl.config:MEGATRON"),
     },
+    training_flops=Lazy("mt_models.llava.config:training_flops"),
 )

@@ -383,6 +383,31 @@ def flops_per_sample(
     )
 
 
+def training_flops(config: Config) -> float | None:
+    """See `ModelSpec.training_flops`: of a sample with as many views as it can have."""
+    model: Any = config.model
+    tower = tower_flops(model.vision_model, model.tower_layers).training
+    projection = 3 * 2.0 * model.image_seq_length * model.projection_weights
+    decoder = decoder_training_flops(config)
+    return None if decoder is None else most_views(config) * (tower + projection) + decoder
+
+
+def most_views(config: Config) -> int:
+    """Most views of images that a sample can have: of one image, unless samples are packed; 0 for text alone."""
+    data: Any = config.data
+    if getattr(data, "image_seq_length", None) is None:
+        return 0
+    tiling = getattr(data, "tiling", None)
+    return getattr(data, "max_images", None) or (1 if tiling is None else int(tiling.max_views))
+
+
+def decoder_training_flops(config: Config) -> float | None:
+    """FLOPs of training the decoder on a sample, as its family counts them; None: it does not."""
+    model: Any = config.model
+    count = load_plugins()[MODELS].get(model.decoder.family, key="model.language_model.family").training_flops
+    return None if count is None else count.load()(config.model_copy(update={"model": model.decoder}))
+
+
 MEGATRON = MegatronMap(
     unsupported="Megatron's models of images and text are made by its example scripts, in sizes that these list by "
     "name; all their projections have a norm in front or another inner width than the decoder's, and which id stands "

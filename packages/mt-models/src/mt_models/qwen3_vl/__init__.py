@@ -15,4 +15,5 @@ SPEC = ModelSpec(
         "hf": Lazy("mt_models.qwen3_vl.hugging_face:HUGGING_FACE"),
         "megatron": Lazy("mt_models.qwen3_vl.config:MEGATRON"),
     },
+    training_flops=Lazy("mt_models.qwen3_vl.config:training_flops"),
 )

@@ -12,12 +12,15 @@ from mt_core.config.fields import NonNegativeInt, PositiveInt
 from mt_core.config.schema import Config
 from mt_core.config_map import MegatronMap
 from mt_core.errors import ConfigError
-from mt_models.llava.config import Part, check_decoder, validated
+from mt_models.llava.config import Part, check_decoder, decoder_training_flops, validated
 from mt_models.llava.dynamic_config import (
     DynamicResolutionConfig,
     MergedPatchConfig,
     check_merged_patches,
     check_samples,
+    image_flops,
+    largest_image,
+    largest_image_flops,
     refuse_context_parallel,
 )
 from mt_models.qwen.config import QwenConfig
@@ -231,6 +234,29 @@ PRESETS: dict[str, dict[str, Any]] = {
     "qwen3-vl-30b-a3b": _sparse(48, 2048, 32, 6144, 768),
     "qwen3-vl-235b-a22b": _sparse(94, 4096, 64, 12288, 1536),
 }
+
+
+# -- FLOPs (counted as in mt_models.flops) -----------------------------------------------------------
+
+
+def merger_weights(model: Any) -> int:
+    """Elements of the matrices of the patch mergers: that of the last state and those of deepstack layers."""
+    tower = model.vision_model
+    joined = tower.hidden_size * tower.merged_patches
+    return int((1 + len(tower.deepstack_layers)) * joined * (joined + model.decoder.hidden_size))
+
+
+def training_flops(config: Config) -> float | None:
+    """See `ModelSpec.training_flops`: of a sample with one image, the largest that it can have."""
+    model: Any = config.model
+    decoder = decoder_training_flops(config)
+    if decoder is None:
+        return None
+    # Patches of a still image are embedded once; largest_image_flops counts one frame of those of a video.
+    further_frames = getattr(config.data, "frames_per_view", 1) - 1
+    embedded = 3 * further_frames * image_flops(model.vision_model, largest_image(config)).patches
+    return largest_image_flops(config, merger_weights(model)) + embedded + decoder
+
 
 MEGATRON = MegatronMap(
     unsupported="Megatron-Core has no vision transformer with rotary positions whose states reach layers of the decoder"

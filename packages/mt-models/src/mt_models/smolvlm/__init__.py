@@ -15,4 +15,5 @@ SPEC = ModelSpec(
         "hf": Lazy("mt_models.smolvlm.hugging_face:HUGGING_FACE"),
         "megatron": Lazy("mt_models.smolvlm.config:MEGATRON"),
     },
+    training_flops=Lazy("mt_models.llava.config:training_flops"),
 )
