@@ -222,6 +222,27 @@ MODELS: dict[str, dict[str, Any]] = {
         "rope_scaling_type": "ntk",
         "rope_ntk_alpha": 50.0,
     },
+    "ernie4_5-moe": {
+        "family": "ernie4_5",
+        **GROUPED,
+        "moe": {key: value for key, value in BIASED.items() if key != "moe_router_score_function"},
+    },
+    "hunyuan-moe": {
+        "family": "hunyuan",
+        **GROUPED,
+        "rope_scaling_type": "ntk",
+        "rope_ntk_alpha": 50.0,
+        "moe": {**MOE, "moe_shared_expert_intermediate_size": 96},
+    },
+    "lfm2moe": {
+        "family": "lfm2",
+        **GROUPED,
+        "conv_layer_pattern": "[1,1,0,1]",
+        "moe": {
+            **{key: value for key, value in BIASED.items() if "shared" not in key},
+            "moe_router_weight_epsilon": 1e-6,
+        },
+    },
     "minimax-m2": {
         "family": "minimax_m2",
         **GROUPED,
