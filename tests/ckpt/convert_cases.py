@@ -212,6 +212,13 @@ MODELS: dict[str, dict[str, Any]] = {
         "sparse_topk_blocks": 3,
         "moe": {**SIGMOID_EXPERTS, "moe_router_topk_scaling_factor": 2.0},
     },
+    "afmoe": {
+        "family": "afmoe",
+        **GROUPED,
+        "sliding_window": 5,
+        "window_attn_skip_freq": 2,
+        "moe": {**SIGMOID_EXPERTS, "moe_router_load_balancing_type": ["none"]},
+    },
     "granite_moe": {"family": "granite_moe", **GROUPED, "moe": {"num_experts": 5, "moe_router_topk": 3}},
     "deepseek": {
         "family": "deepseek",

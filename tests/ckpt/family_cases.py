@@ -385,6 +385,17 @@ CASES: dict[str, Case] = {
         head_dim=12,
         rope_parameters={"rope_type": "dynamic", "alpha": 50.0, "factor": 1.0},
     ),
+    "afmoe": moe_case(
+        "afmoe",
+        "Afmoe",
+        num_experts=6,
+        moe_intermediate_size=12,
+        head_dim=10,
+        layer_types=["sliding_attention", "full_attention", "sliding_attention"],
+        sliding_window=5,
+        mup_enabled=True,
+        route_scale=1.5,
+    ),
     "mixtral": moe_case("mixtral", "Mixtral", num_local_experts=4),
     "mixtral tied, wide heads": moe_case(
         "mixtral", "Mixtral", num_local_experts=3, head_dim=12, tie_word_embeddings=True

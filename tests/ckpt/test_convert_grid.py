@@ -156,6 +156,10 @@ CASES: dict[str, dict[str, Any]] = {
     "gemma4_vl": convert_cases.GEMMA4_VL,
     "gemma4_vl_experts": convert_cases.GEMMA4_VL_EXPERTS,
     "lfm3": {**FOUR_LAYERS["lfm3"], "layer_pattern": "CWGC"},
+    "afmoe": {
+        **FOUR_LAYERS["afmoe"],
+        "moe": {**FOUR_LAYERS["afmoe"]["moe"], "moe_layer_freq": "([0]*1+[1]*3)"},
+    },
 }
 NO_MEGATRON = {
     *(
@@ -179,6 +183,7 @@ NO_MEGATRON = {
         "llama4",
         "lfm2",
         "lfm3",
+        "afmoe",
         "qwen_next",
         "qwen_next_experts",
         "olmo_hybrid",

@@ -76,9 +76,10 @@ FAMILIES: dict[str, dict[str, Any]] = {
         "jamba",
         "rwkv7",
         "lfm3",
+        "afmoe",
     )
 }
-ON_DEMAND = ("lfm3",)
+ON_DEMAND = ("lfm3", "afmoe")
 """Families all of whose layouts are exhaustive: what these divide is divided in families above too."""
 ROTARY_GPT = {"position_embedding_type": "rope", "normalization": "RMSNorm", "add_bias_linear": False}
 FAMILIES["minimax_m2"] = {**FAMILIES["minimax_m2"], "moe": {**FAMILIES["minimax_m2"]["moe"], "num_experts": 6}}

@@ -90,6 +90,7 @@ CACHED_AS_OTHERS = {
     *("gpt2_gelu", "gpt_bigcode", "llama_tied_biased", "llama_multi_head", "qwen2", "qwen3", "smollm3", "olmo"),
     *("seed_oss", "granite", "ernie4_5", "hunyuan", "qwen_moe", "olmoe", "minimax_m2", "granite_moe", "exaone4"),
     *("glm4_moe_lite", "qwen_next_experts", "lfm3", "ernie4_5_moe", "hunyuan_v1_moe", "lfm2_moe"),
+    "afmoe",
 }
 """Families with the cache and the positions of others; the tokens of all are compared with transformers' below."""
 

@@ -42,6 +42,7 @@ MOE_MODELS = (
     "ernie4_5",
     "hunyuan",
     "lfm2",
+    "afmoe",
 )
 
 

@@ -371,6 +371,18 @@ KIMI_LINEAR_48B = {
     "transformers_version": "4.56.2", "use_cache": True, "use_grouped_topk": True, "v_head_dim": 128,
     "vocab_size": 163840,
 }  # fmt: skip
+TRINITY_MINI = {
+    "architectures": ["AfmoeForCausalLM"], "attention_dropout": 0.0, "auto_map": {}, "dtype": "bfloat16",
+    "global_attn_every_n_layers": 4, "head_dim": 128, "hidden_act": "silu", "hidden_size": 2048,
+    "initializer_range": 0.02, "intermediate_size": 6144,
+    "layer_types": (["sliding_attention"] * 3 + ["full_attention"]) * 8, "load_balance_coeff": 0.001,
+    "max_position_embeddings": 131072, "model_type": "afmoe", "moe_intermediate_size": 1024, "mup_enabled": True,
+    "n_group": 1, "num_attention_heads": 32, "num_dense_layers": 2, "num_expert_groups": 1, "num_experts": 128,
+    "num_experts_per_tok": 8, "num_hidden_layers": 32, "num_key_value_heads": 4, "num_limited_groups": 1,
+    "num_shared_experts": 1, "rms_norm_eps": 1e-05, "rope_scaling": None, "rope_theta": 10000, "route_norm": True,
+    "route_scale": 2.826, "score_func": "sigmoid", "sliding_window": 2048, "tie_word_embeddings": False,
+    "topk_group": 1, "transformers_version": "4.57.1", "use_cache": True, "use_grouped_mm": True, "vocab_size": 200192,
+}  # fmt: skip
 GPT_OSS_20B = {
     "architectures": ["GptOssForCausalLM"], "attention_bias": True, "attention_dropout": 0.0, "eos_token_id": 200002,
     "experts_per_token": 4, "head_dim": 64, "hidden_act": "silu", "hidden_size": 2880,
@@ -1000,6 +1012,7 @@ PUBLISHED: dict[str, tuple[str, dict[str, Any]]] = {
     "deepseek-v4-flash (without FP8)": ("deepseek_v4", DEEPSEEK_V4_FLASH),
     "deepseek-v4-pro (without FP8)": ("deepseek_v4", DEEPSEEK_V4_PRO),
     "kimi-linear-48b-a3b": ("kimi_linear", KIMI_LINEAR_48B),
+    "trinity-mini": ("afmoe", TRINITY_MINI),
     "gpt-oss-20b": ("gpt_oss", GPT_OSS_20B),
     "olmoe-1b-7b": ("olmoe", OLMOE_1B_7B),
     "granite-3.0-1b-a400m": ("granite_moe", GRANITE_MOE_1B),

@@ -5,6 +5,7 @@ from __future__ import annotations
 from mt_core.hookspecs import hookimpl
 from mt_core.specs import LossSpec, ModelSpec
 from mt_models import (
+    afmoe,
     bart,
     bert,
     biencoder,
@@ -98,6 +99,7 @@ FAMILIES = (
     lfm3.SPEC,
     minimax_m2.SPEC,
     minimax_m3.SPEC,
+    afmoe.SPEC,
     bert.SPEC,
     modernbert.SPEC,
     t5.SPEC,

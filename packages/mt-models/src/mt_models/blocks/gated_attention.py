@@ -22,7 +22,8 @@ class GatedSelfAttention(SelfAttention):
     """Rows of linear_qkv are grouped as those of `SelfAttention`, with the gates of a group's query heads behind its
     query heads, as Megatron stores them: queries, gates, key, value.
 
-    head_norm: makes the norms of query and key heads; default: the configured ones.
+    head_norm: makes the norms of query and key heads; default: the configured ones. window, rotates: as of
+    SelfAttention.
     """
 
     def __init__(
@@ -32,8 +33,10 @@ class GatedSelfAttention(SelfAttention):
         ctx: ParallelContext,
         *,
         head_norm: Callable[[], Norm] | None = None,
+        window: int | None = None,
+        rotates: bool = True,
     ) -> None:
-        super().__init__(config, core, ctx)
+        super().__init__(config, core, ctx, window=window, rotates=rotates)
         # Replaces the matrix that SelfAttention has built, by one with the rows of the gates.
         self.rows += config.num_attention_heads * config.head_dim
         self.linear_qkv = ColumnParallelLinear(
@@ -50,7 +53,7 @@ class GatedSelfAttention(SelfAttention):
     def forward(self, x: Tensor, pattern: AttentionPattern, angles: RotaryAngles | None, cache: Cache | None) -> Tensor:
         q, gate, k, v = self.project_with_gate(x)
         q, k = self.normalize(q, k)
-        if angles is not None:
+        if angles is not None and self.rotates:
             angles = angles.within(self.window)
             q, k = self.apply_rotary(q, k, angles.cos, angles.sin, self.rotary_interleaved)
         out = self.attend_or_decode(q, k, v, pattern, cache) * torch.sigmoid(gate)
