@@ -86,6 +86,7 @@ MODELS: dict[str, dict[str, Any]] = {
         "use_double_wide_mlp": True,
         "final_logit_softcapping": 5.0,
     },
+    "muse_glimmer": {"family": "muse_glimmer", **GROUPED, "sliding_window": 5, "global_layer_freq": 2},
     "gemma4_experts": {
         "family": "gemma4",
         **GEMMA4,
@@ -272,6 +273,7 @@ MODELS: dict[str, dict[str, Any]] = {
         },
     },
     "glm4_moe_lite": {"family": "glm4_moe_lite", **SHAPE, **LATENT, "moe": SIGMOID_EXPERTS},
+    "hy_v3": {"family": "hy_v3", **GROUPED, "moe": SIGMOID_EXPERTS},
     "kimi_linear": {
         "family": "kimi_linear",
         **SHAPE,

@@ -115,6 +115,7 @@ AUTO = {
     "Gemma4ForConditionalGeneration": "AutoModelForImageTextToText",
     "Mistral3ForConditionalGeneration": "AutoModelForImageTextToText",
     "Kimi_K25ForConditionalGeneration": "AutoModelForImageTextToText",
+    "MuseGlimmerForConditionalGeneration": "AutoModelForImageTextToText",
     "Qwen3_5MoeForConditionalGeneration": "AutoModelForImageTextToText",
     "Qwen3VLMoeForConditionalGeneration": "AutoModelForImageTextToText",
     "ForSequenceClassification": "AutoModelForSequenceClassification",
@@ -252,6 +253,23 @@ def mistral3(kind: str, **text_keys: Any) -> Case:
     keys = {"image_token_index": IMAGE, "tie_word_embeddings": False}
     model = "Mistral3ForConditionalGeneration"
     return Case("mistral3", model, "Mistral3Config", keys, "text_with_sized_images", parts)
+
+
+def muse_glimmer(**text_keys: Any) -> Case:
+    vision = {
+        "hidden_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2, "intermediate_size": 12, "patch_size": 2,
+        "pos_emb_height": 4, "pos_emb_width": 4,
+    }  # fmt: skip
+    text = {**DECODER, "num_hidden_layers": 5, "head_dim": 10, "sliding_window": 5, "final_logit_softcapping": 4.0}
+    text |= dict.fromkeys(("bos_token_id", "eos_token_id", "pad_token_id"))
+    parts = {
+        "vision_config": ("MuseGlimmerVisionConfig", vision),
+        "text_config": ("MuseGlimmerTextConfig", {**text, **text_keys}),
+    }
+    keys = {"image_token_id": IMAGE, "video_token_id": IMAGE, "projector_hidden_size": 16, "out_hidden_size": 64}
+    unused = tuple(f"model.{part}." for part in ("vision_tower", "vision_adapter", "vision_projection"))
+    model = "MuseGlimmerForConditionalGeneration"
+    return Case("muse_glimmer", model, "MuseGlimmerConfig", keys, parts=parts, unused=unused)
 
 
 def kimi_k25(**text_keys: Any) -> Case:
@@ -501,6 +519,7 @@ CASES: dict[str, Case] = {
         {key: value for key, value in LATENT.items() if key != "first_k_dense_replace"} | {"q_lora_rank": 14},
     ),
     "deepseek_v4": compressed(),
+    "hy_v3": moe_case("hy_v3", "HYV3", num_experts=4, moe_intermediate_size=12, num_shared_experts=2, head_dim=12),
     "kimi_linear": Case(
         "kimi_linear",
         "KimiLinearForCausalLM",
@@ -649,6 +668,7 @@ CASES: dict[str, Case] = {
     "smolvlm": smolvlm(**DECODER, pad_token_id=0),
     "internvl": internvl(**DECODER, pad_token_id=0),
     "qwen2_5_vl": qwen_vl(**DECODER),
+    "muse_glimmer": muse_glimmer(),
     "mistral3": mistral3("Mistral"),
     "mistral3 of ministral3": mistral3("Ministral3"),
     "kimi_k25": kimi_k25(),

@@ -100,6 +100,8 @@ TELLING = {
     "deepseek_v4": ("layer_types", "mlp_layer_types", "compress_rates", "rope_parameters", "partial_rotary_factor"),
     "minimax_m3_vl_text": ("layer_types", "mlp_layer_types", "index_n_heads", "rotary_dim", "rope_parameters"),
     "kimi_linear": ("layer_types", "mlp_layer_types", "rope_parameters", "linear_head_dim"),
+    "muse_glimmer": ("layer_types", "layer_rope_theta", "sliding_window", "rope_parameters", "post_norm_eps"),
+    "hy_v3": ("mlp_layer_types", "num_shared_experts", "first_k_dense_replace", "rope_parameters"),
     "nemotron_h with experts": ("moe_latent_size", "n_shared_experts", "mtp_layers_block_type", "n_group"),
     "granitemoehybrid with experts": ("num_local_experts", "intermediate_size", "shared_intermediate_size"),
     "falcon_h1": ("mamba_rms_norm", "mamba_d_ssm", "head_dim", "rope_parameters", "ssm_multipliers"),

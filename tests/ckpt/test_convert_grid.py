@@ -84,6 +84,11 @@ CASES: dict[str, dict[str, Any]] = {
         **FOUR_LAYERS["kimi_linear"],
         "moe": {**FOUR_LAYERS["kimi_linear"]["moe"], "moe_layer_freq": "([0]*1+[1]*3)"},
     },
+    "muse_glimmer": FOUR_LAYERS["muse_glimmer"],
+    "hy_v3": {
+        **FOUR_LAYERS["hy_v3"],
+        "moe": {**FOUR_LAYERS["hy_v3"]["moe"], "moe_layer_freq": "([0]*1+[1]*3)"},
+    },
     "qwen_next_experts": {**FOUR_LAYERS["qwen_next_experts"], "linear_attention_freq": "[1,0,1,0]"},
     "olmo_hybrid": FOUR_LAYERS["olmo_hybrid"],
     "moe": {**LLAMA, "family": "mixtral", "moe": {"num_experts": 4}},
@@ -193,6 +198,7 @@ NO_MEGATRON = {
     *("gemma4_vl", "gemma4_vl_experts", "modernbert", "rwkv7"),
     *("nemotron_3", "granite_hybrid", "falcon_h1", "mistral4", "jamba", "mistral3", "kimi_k25", "minimax_m3"),
     *("ernie4_5_moe", "hunyuan_v1_moe", "lfm2_moe"),
+    *("hy_v3", "muse_glimmer"),
     *(name for name in CASES if name.endswith(("_classification", "_multiple_choice"))),
 }
 UNABLE = {

@@ -68,6 +68,8 @@ FAMILIES: dict[str, dict[str, Any]] = {
         "glm_5",
         "glm4_moe_lite",
         "kimi_linear",
+        "hy_v3",
+        "muse_glimmer",
         "nemotron_3",
         "granite_hybrid",
         "falcon_h1",
@@ -129,6 +131,10 @@ ALIKE = {
     *((name, "ep") for name in ("granite_hybrid", "jamba", "glm4_moe_lite", "glm_5", "deepseek_v32", "minimax_m3")),
     # The layers of the dense sizes, and the dispatcher.
     *((name, layout) for name in ("ernie4_5_moe", "hunyuan_v1_moe", "lfm2_moe") for layout in LAYOUTS),
+    # Normalized heads as in hunyuan, the router and the experts of glm4_moe_lite.
+    *(("hy_v3", layout) for layout in LAYOUTS),
+    # Windows, layers without positions and gated attention divide as those of exaone4 and qwen_next do.
+    *(("muse_glimmer", layout) for layout in LAYOUTS),
     ("deepseek_v32 that learns", "ep"),
     ("deepseek_v32 in warm-up", "ep"),
     ("deepseek_v32 in warm-up", "pp"),

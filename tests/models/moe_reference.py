@@ -28,6 +28,8 @@ MOE_MODELS = (
     "deepseek_v32",
     "deepseek_v4",
     "glm4_moe_lite",
+    "hy_v3",
+    "muse_glimmer",
     "kimi_linear",
     "hybrid",
     "mistral4",

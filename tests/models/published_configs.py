@@ -383,6 +383,37 @@ TRINITY_MINI = {
     "route_scale": 2.826, "score_func": "sigmoid", "sliding_window": 2048, "tie_word_embeddings": False,
     "topk_group": 1, "transformers_version": "4.57.1", "use_cache": True, "use_grouped_mm": True, "vocab_size": 200192,
 }  # fmt: skip
+MUSE_GLIMMER_30B = {
+    "architectures": ["MuseGlimmerForConditionalGeneration"], "dtype": "bfloat16", "image_token_id": 200092,
+    "model_type": "muse_glimmer", "out_hidden_size": 6144, "projector_hidden_act": "gelu",
+    "projector_hidden_size": 4096, "tie_word_embeddings": False,
+    "text_config": {
+        "attention_bias": False, "attention_dropout": 0.0, "bos_token_id": 200000, "eos_token_id": 200001,
+        "final_logit_softcapping": 20.0, "head_dim": 128, "hidden_activation": "silu", "hidden_size": 6656,
+        "initializer_range": 0.02, "intermediate_size": 19968, "max_position_embeddings": 131072,
+        "model_type": "muse_glimmer_text", "num_attention_heads": 32, "num_hidden_layers": 52,
+        "num_key_value_heads": 2, "output_multiplier": 0.19611613513818404, "pad_token_id": None,
+        "post_norm_eps": 1e-08, "qk_scale_factor": 3.87, "rms_norm_eps": 1e-05, "sliding_window": 2048,
+        "tie_word_embeddings": False, "use_cache": True, "vocab_size": 202048,
+        "layer_types": (["sliding_attention"] * 3 + ["full_attention"]) * 13,
+        "layer_rope_theta": [10000.0, 10000.0, 10000.0, 0] * 13,
+        "rope_parameters": {"rope_theta": 10000.0, "rope_type": "default"},
+    },
+    "video_token_id": 200091, "vision_config": {"model_type": "muse_glimmer_vision"},
+}  # fmt: skip
+HY3 = {
+    "architectures": ["HYV3ForCausalLM"], "bos_token_id": 120000, "dtype": "bfloat16",
+    "enable_attention_fp32_softmax": False, "enable_lm_head_fp32": True, "enable_moe_fp32_combine": False,
+    "eod_token_id": 120026, "eos_token_id": 120025, "expert_hidden_dim": 1536, "moe_intermediate_size": 1536,
+    "first_k_dense_replace": 1, "head_dim": 128, "hidden_act": "silu", "hidden_size": 4096,
+    "initializer_range": 0.006, "intermediate_size": 13312, "max_position_embeddings": 262144, "model_type": "hy_v3",
+    "moe_router_enable_expert_bias": True, "moe_router_use_sigmoid": True, "num_attention_heads": 64,
+    "num_experts": 192, "num_experts_per_tok": 8, "num_hidden_layers": 80, "num_key_value_heads": 8,
+    "num_nextn_predict_layers": 1, "num_shared_experts": 1, "output_router_logits": True, "pad_token_id": 120002,
+    "qk_norm": True, "rms_norm_eps": 1e-05, "rope_parameters": {"rope_theta": 11158840.0, "rope_type": "default"},
+    "route_norm": True, "router_scaling_factor": 2.826, "sep_token_id": 120007, "tie_word_embeddings": False,
+    "transformers_version": "5.6.0", "use_cache": True, "use_grouped_mm": False, "vocab_size": 120832,
+}  # fmt: skip
 GPT_OSS_20B = {
     "architectures": ["GptOssForCausalLM"], "attention_bias": True, "attention_dropout": 0.0, "eos_token_id": 200002,
     "experts_per_token": 4, "head_dim": 64, "hidden_act": "silu", "hidden_size": 2880,
@@ -1013,6 +1044,8 @@ PUBLISHED: dict[str, tuple[str, dict[str, Any]]] = {
     "deepseek-v4-pro (without FP8)": ("deepseek_v4", DEEPSEEK_V4_PRO),
     "kimi-linear-48b-a3b": ("kimi_linear", KIMI_LINEAR_48B),
     "trinity-mini": ("afmoe", TRINITY_MINI),
+    "muse-glimmer-30b": ("muse_glimmer", MUSE_GLIMMER_30B),
+    "hy3": ("hy_v3", HY3),
     "gpt-oss-20b": ("gpt_oss", GPT_OSS_20B),
     "olmoe-1b-7b": ("olmoe", OLMOE_1B_7B),
     "granite-3.0-1b-a400m": ("granite_moe", GRANITE_MOE_1B),

@@ -30,6 +30,7 @@ WITHOUT_EFFECT = {
     "blenderbot-3b": {"encoder_no_repeat_ngram_size"},
     "olmo-hybrid-7b": {"pad_token_id"},
     "kimi-linear-48b-a3b": {"pad_token_id"},
+    "muse-glimmer-30b": {"out_hidden_size", "projector_hidden_size"},
     "granite-4.0-h-tiny": {"position_embedding_type"},
 }
 """Keys that other keys of the same file switch off, that only generation reads or that name a token of the tokenizer,

@@ -186,6 +186,24 @@ def training_flops(config: Config) -> float:
     return length * flops_per_token(model, length, feed_forward=experts_flops(model)).training
 
 
+def predicting_training_flops(config: Config) -> float:
+    """The same for decoders with layers of multi-token prediction (`with_predicted_layers`)."""
+    model: Any = config.model
+    length = config.data.seq_length
+    forward = _forward(model, length)
+    if depths := model.mtp_num_layers:
+        layers = _forward(model.with_predicted_layers(), length) - forward
+        # 4 H^2: eh_proj, [H, 2 H]. Each depth computes logits of its own with the model's LM head.
+        each = 4 * model.hidden_size**2 + output_flops(model.hidden_size, model.vocab_size)
+        forward += layers + depths * each
+    return 3 * length * forward
+
+
+def _forward(model: Any, length: int) -> float:
+    """For each token, without what multi-token prediction adds to the layers."""
+    return flops_per_token(model, length, feed_forward=experts_flops(model)).forward
+
+
 def experts_flops(model: Any) -> float | None:
     """Forward FLOPs for each token of a layer's feed-forward, on average; None for a dense model."""
     return moe_flops(model) if getattr(model, "moe", None) is not None else None

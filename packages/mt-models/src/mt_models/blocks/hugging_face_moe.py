@@ -122,6 +122,12 @@ def written_packed(rules: list[Rule]) -> list[Rule]:
     ]
 
 
+def renamed(rule: Rule, prefix: str, instead: str) -> Rule:
+    """The rule of a layer under another prefix here, in every form that is read."""
+    others = tuple(renamed(other, prefix, instead) for other in rule.others)
+    return replace(rule, ours=instead + rule.ours.removeprefix(prefix), others=others)
+
+
 def mixed_feed_forward_rules(config: DecoderConfig, names: ExpertNames, *, always_biased: bool = False) -> list[Rule]:
     """The feed-forwards of all layers, MoE or dense, one by one. always_biased: see expert_rules."""
     moe = MoEOptions(config)
