@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import statistics
+from collections.abc import Mapping
+
 import pytest
 import torch
 from tests.core.nn.fp8.test_joined_feed_forward import SIZES, feed_forward
@@ -17,7 +20,7 @@ from mt_core.nn.kernels.reference.fp8_casts import E4M3, E5M2, TorchCasts
 from mt_core.nn.layout import initialize, normal
 from mt_core.nn.linear import ColumnParallelLinear
 from mt_core.parallel.context import ParallelContext
-from mt_core.train import Trainer
+from mt_core.train import Callback, Run, Trainer
 from mt_moe.experts.fp8 import EmulatedGroups, Fp8GroupedProduct, TorchGroups
 from mt_moe.experts.loop import Groups
 
@@ -115,27 +118,49 @@ def test_experts() -> None:
         assert off(mine, emulated) < 1e-2
 
 
+SHORT_RUN = [
+    "model.num_layers=2",
+    "model.hidden_size=512",
+    "model.ffn_hidden_size=1536",
+    "data.seq_length=256",
+    "train.train_iters=60",
+    "train.eval_interval=null",
+    "train.sample_prompt=null",
+    "checkpoint.save_interval=null",
+    "logging.progress=none",
+    "optimizer.lr=5e-4",
+    "precision.dtype=bf16",
+]
+
+
+class Losses(Callback):
+    def __init__(self) -> None:
+        self.of_steps: list[float] = []
+
+    def on_step_end(self, run: Run, metrics: Mapping[str, float]) -> None:
+        self.of_steps.append(metrics["loss"])
+
+
+def losses_of_steps(*more: str) -> list[float]:
+    losses = Losses()
+    Trainer(load_config(preset="gpt-tiny", overrides=[*SHORT_RUN, *more]), callbacks=[losses]).train()
+    return losses.of_steps
+
+
+@pytest.fixture(scope="module")
+def losses_in_bf16() -> list[float]:
+    return losses_of_steps()
+
+
 @pytest.mark.parametrize("compile_", ["none", "blocks"])
 @pytest.mark.parametrize("recipe", RECIPES)
-def test_runs_stay_near_bf16(recipe: str, compile_: str) -> None:
-    common = [
-        "model.num_layers=2",
-        "model.hidden_size=512",
-        "model.ffn_hidden_size=1536",
-        "data.seq_length=256",
-        "train.train_iters=60",
-        "train.eval_interval=null",
-        "train.sample_prompt=null",
-        "checkpoint.save_interval=null",
-        "logging.progress=none",
-        "optimizer.lr=5e-4",
-        "precision.dtype=bf16",
-    ]
+def test_runs_stay_near_bf16(recipe: str, compile_: str, losses_in_bf16: list[float]) -> None:
+    """By the mean over all steps: the loss at the end of so short a run is chaotic. Over ten seeds on an H200 that of
+    fp32 was up to 1.8 % from that of bf16, and that of the same run compiled up to 0.5 %."""
     fp8 = [f"precision.fp8_format={RECIPES[recipe]}", f"precision.fp8_recipe={recipe}", "precision.fp8_min_features=1"]
-    losses = []
-    for more in ([], [*fp8, f"train.compile={compile_}"]):
-        losses.append(Trainer(load_config(preset="gpt-tiny", overrides=[*common, *more])).train().losses["valid_loss"])
-    assert losses[1] == pytest.approx(losses[0], rel=0.01)
+    losses = losses_of_steps(*fp8, f"train.compile={compile_}")
+    assert losses[0] == pytest.approx(losses_in_bf16[0], rel=0.002)
+    assert statistics.mean(losses) == pytest.approx(statistics.mean(losses_in_bf16), rel=0.005)
 
 
 @pytest.mark.parametrize("recipe", RECIPES)

@@ -18,7 +18,7 @@ from mt_ckpt.quantized.grids import (
     rounded,
 )
 from mt_tools.calibration.gptq import gptq_codes, nearest_codes
-from mt_tools.calibration.ranges import chosen_scales
+from mt_tools.calibration.weights import chosen_scales
 
 DAMPING = 0.01
 

@@ -9,9 +9,9 @@ import torch
 from torch import Tensor
 
 from mt_core.parallel.context import ParallelContext
-from mt_tune.rl.entropy import entropy
+from mt_tune.rl.drawn_logps import entropy
+from mt_tune.rl.objective import sequence_mean, sequence_sum
 from mt_tune.rl.policy_losses import KL_ESTIMATORS, POLICY_LOSSES, PolicyOptions, Tokens, sampling_weights
-from mt_tune.rl.sequence_values import sequence_mean, sequence_sum
 
 OLD, NEW, A = -2.0, -1.5, 0.7
 RATIO = math.exp(NEW - OLD)

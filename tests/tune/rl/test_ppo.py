@@ -21,7 +21,7 @@ from tests.tune.rl.test_rollouts import trained
 from mt_core.errors import CheckpointError, ConfigError
 from mt_core.train import Trainer
 from mt_tune.rl.gae import Discounts, estimated
-from mt_tune.rl.value_loss import ValueLoss
+from mt_tune.rl.value_model import ValueLoss
 
 PPO = ("rl.advantage=gae", "rl.group_size=1", "rl.kl_in=reward")
 UPDATES = ("rl.steps_per_generation=2", "rl.num_iterations=2", "train.train_iters=6")

@@ -302,7 +302,7 @@ def mt_register_losses() -> list[LossSpec]:
         LossSpec(
             name="value",
             doc="The squared distance of a value model to returns; mt tune grpo --algorithm ppo trains one",
-            build=Lazy("mt_tune.rl.value_loss:build_value_loss"),
+            build=Lazy("mt_tune.rl.value_model:build_value_loss"),
         ),
         LossSpec(
             name="distillation",

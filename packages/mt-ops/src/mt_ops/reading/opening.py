@@ -1,19 +1,50 @@
-"""The run that a path means: which reader it needs, and reading several at once."""
+"""The run that a path means: which reader it needs, among them that of trainer_state.json, which the Trainer of
+transformers writes into its checkpoints; and reading several at once."""
 
 from __future__ import annotations
 
 import os
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from pathlib import Path
+from typing import Any
 
 from mt_core.errors import DataError
+from mt_ops.reading.columns import Columns
 from mt_ops.reading.event_files import PATTERN, read_event_files
 from mt_ops.reading.json_lines import read_json
 from mt_ops.reading.mt_run import METRICS, MtRunReader, is_mt_run
 from mt_ops.reading.run import Run
 from mt_ops.reading.text_logs import plain_lines, read_text_log, source_of
-from mt_ops.reading.trainer_state import FILE, read_trainer_state
+
+FILE = "trainer_state.json"
+IGNORED = ("step", "train_runtime", "train_samples_per_second", "train_steps_per_second", "total_flos", "train_loss")
+
+
+def read_trainer_state(path: Path, state: Any) -> Run:
+    """state: the content of the file. Raises DataError without a history."""
+    history = state.get("log_history") if isinstance(state, Mapping) else None
+    if not isinstance(history, list):
+        raise DataError(f"{path} has no log_history; a trainer_state.json of transformers has one")
+    columns = Columns()
+    for entry in history:
+        if "step" in entry:
+            values = {_name(key): value for key, value in entry.items() if key not in IGNORED}
+            columns.add({"iteration": entry["step"], **values})
+    config = {f"trainer.{key}": value for key, value in state.items() if isinstance(value, (int, float, str))}
+    return Run(
+        name=path.parent.name,
+        path=path,
+        source="transformers",
+        series=columns.series(),
+        config=config,
+        missing=["samples, tokens and times of steps, which trainer_state.json does not have"],
+    )
+
+
+def _name(key: str) -> str:
+    return f"valid_{key.removeprefix('eval_')}" if key.startswith("eval_") else key
+
 
 READ_BY_SEVERAL = 100_000_000
 """Bytes of metrics from which several processes read."""

@@ -1,20 +1,63 @@
-"""Codes and scales of one weight, from its values and the statistics of its inputs."""
+"""Codes and scales of one weight, from its values and the statistics of its inputs; which range of its numbers a
+group's codes reach over."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from typing import Literal
 
 import torch
 from torch import Tensor
 
 from mt_ckpt.quantized.calibrated import CalibratedWeight
-from mt_ckpt.quantized.grids import Scales, in_groups
+from mt_ckpt.quantized.grids import Grid, Scales, full_range, in_groups, rounded
 from mt_ckpt.quantized.quantizer import PacksCodes
 from mt_tools.calibration.gptq import UnsolvableError, gptq_codes, nearest_codes
 from mt_tools.calibration.matrices import Matrix
 from mt_tools.calibration.options import CalibrationOptions
-from mt_tools.calibration.ranges import chosen_scales
 from mt_tools.calibration.statistics import InputStatistics
+
+RangeMethod = Literal["max", "percentile", "mse"]
+SHRINK = tuple(1.0 - step / 50 for step in range(26))
+"""Parts of a group's range that are tried, from all to half of it."""
+
+
+def chosen_scales(
+    grid: Grid,
+    weight: Tensor,
+    method: RangeMethod,
+    dtype: torch.dtype,
+    largest: float,
+    *,
+    importance: Tensor | None = None,
+    percentile: float = 99.9,
+) -> Scales:
+    """Scales of all groups of a weight [out, in] in fp32.
+
+    dtype: of stored scales. largest: magnitude of the whole matrix. importance: [in], mean squares of the inputs, by
+    which mse weighs the errors of columns; None: alike. percentile: of the magnitudes of a group.
+    """
+    groups = in_groups(weight, grid.size)
+    if method == "max":
+        return full_range(grid, groups, dtype, largest)
+    if method == "percentile":
+        share = percentile / 100
+        low, high = groups.quantile(1 - share, dim=-1), groups.quantile(share, dim=-1)
+        return grid.scales(low.clamp(max=0), high.clamp(min=0), dtype, largest)
+    return _least_error(grid, groups, dtype, largest, importance)
+
+
+def _least_error(grid: Grid, groups: Tensor, dtype: torch.dtype, largest: float, importance: Tensor | None) -> Scales:
+    low, high = groups.amin(-1), groups.amax(-1)
+    weights = torch.ones_like(groups[:1]) if importance is None else in_groups(importance[None], grid.size)
+    best = torch.full_like(low, torch.inf)
+    part = torch.ones_like(low)
+    for shrink in SHRINK:
+        scales = grid.scales(low * shrink, high * shrink, dtype, largest)
+        error = ((rounded(grid, groups, scales) - groups).square_() * weights).sum(-1)
+        better = error < best
+        best, part = torch.where(better, error, best), torch.where(better, shrink, part)
+    return grid.scales(low * part, high * part, dtype, largest)
 
 
 @dataclass

@@ -1,4 +1,5 @@
-"""Log-probabilities of tokens by a policy, from logits or from hidden states at the positions that count alone."""
+"""Log-probabilities of tokens by a policy and the entropy of its distributions, from logits or from hidden states at
+the positions that count alone."""
 
 from __future__ import annotations
 
@@ -12,9 +13,26 @@ from torch import Tensor, nn
 from mt_core.config.schema import Config
 from mt_core.nn.loss import Loss, Unprojected, counted_rows, seen_labels
 from mt_core.parallel.context import Axis
+from mt_core.parallel.reductions import all_reduce_
 from mt_core.train.auto_choices import needs_logits
-from mt_tune.rl.entropy import entropy
 from mt_tune.rl.samples import SAMPLED
+
+
+@torch.no_grad()
+def entropy(logits: Tensor, tp: Axis) -> Tensor:
+    """[B, S, ids of this rank] in fp32 -> [B, S] in nats."""
+    largest = logits.amax(-1) if logits.shape[-1] else logits.new_full(logits.shape[:-1], float("-inf"))
+    if tp.size > 1:
+        all_reduce_(largest, tp, "max")
+    shifted = logits - largest[..., None]
+    exponentials = shifted.exp()
+    # log Z - sum(p z); masked ids have -inf and probability 0.
+    products = torch.where(exponentials > 0, shifted, 0.0) * exponentials
+    sums = torch.stack((exponentials.sum(-1), products.sum(-1)))
+    if tp.size > 1:
+        all_reduce_(sums, tp)
+    return sums[0].log() - sums[1] / sums[0]
+
 
 ROWS_OF_ENTROPY = 128
 """Rows of logits at a time, so that what is computed of them takes little memory."""

@@ -10,7 +10,8 @@ from torch import Tensor
 
 from mt_core.config.schema import Config
 from mt_core.nn.loss import Loss, Unprojected, build_cross_entropy
-from mt_core.parallel.context import ParallelContext
+from mt_core.parallel.collectives import copy_to, reduce_from
+from mt_core.parallel.context import Axis, ParallelContext
 from mt_core.parallel.first_rank import all_gather_objects
 from mt_tune.rl.config import RLConfig
 from mt_tune.rl.drawn_logps import FoundLogps, TokenLogps
@@ -31,7 +32,30 @@ from mt_tune.rl.samples import (
     REFERENCE_LOGPS,
     SAMPLED,
 )
-from mt_tune.rl.sequence_values import sequence_mean, sequence_sum
+
+SequenceValue = Callable[[Tensor], Tensor]
+"""[B, S] -> [B, S]: at each position the same value of its row."""
+
+
+def sequence_sum(counted: Tensor, cp: Axis) -> SequenceValue:
+    """counted [B, S]: 1 for the positions that the sum is over."""
+
+    def total(values: Tensor) -> Tensor:
+        return _over_ranks((values * counted).sum(1, keepdim=True), cp).expand_as(values)
+
+    return total
+
+
+def sequence_mean(counted: Tensor, cp: Axis) -> SequenceValue:
+    """The sum over the number of counted positions; 0 of none."""
+    total = sequence_sum(counted, cp)
+    counts = total(counted).clamp(min=1.0)
+    return lambda values: total(values) / counts
+
+
+def _over_ranks(x: Tensor, axis: Axis) -> Tensor:
+    """The sum over the axis, whose ranks go on with losses of their own: gradients are summed over it, too."""
+    return copy_to(reduce_from(x, axis), axis) if axis.size > 1 else x
 
 
 class PolicyLoss:
