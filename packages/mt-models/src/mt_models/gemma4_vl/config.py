@@ -53,6 +53,10 @@ class Gemma4VisionConfig(MergedPatchConfig):
     # Values of the shared blocks' keys that are not those of other encoders.
 
     @property
+    def activation(self) -> str:
+        return "geglu_tanh"
+
+    @property
     def query_groups(self) -> int:
         return self.num_query_groups or self.num_attention_heads
 
