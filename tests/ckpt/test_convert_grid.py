@@ -129,6 +129,7 @@ CASES: dict[str, dict[str, Any]] = {
     "bert_no_heads": MODELS["bert_no_heads"],
     "modernbert": FOUR_LAYERS["modernbert"],
     "bert_classification": {**MODELS["bert"], "family": "bert_classification"},
+    "modernbert_classification": {**FOUR_LAYERS["modernbert"], "family": "modernbert_classification"},
     "bert_multiple_choice": {**MODELS["bert"], "family": "bert_multiple_choice"},
     "gpt_classification": {**GPT2, "family": "gpt_classification"},
     "gpt_multiple_choice": {**GPT2, "family": "gpt_multiple_choice"},

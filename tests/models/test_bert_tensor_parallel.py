@@ -43,6 +43,7 @@ CASES = {
     "BART": ("bart", "cross_entropy", [POSITIONS, "scale_embedding=true"]),
     "mBART": ("bart", "cross_entropy", [POSITIONS, "layernorm_placement=pre"]),
     "classes on BERT": ("bert_classification", "classification", [POSITIONS, "classifier_dropout=0.5"]),
+    "classes on ModernBERT": ("modernbert_classification", "classification", ["classifier_pooling=mean"]),
     "classes on GPT": ("gpt_classification", "classification", [POSITIONS, "classifier_dropout=0.5"]),
 }
 
@@ -58,7 +59,7 @@ def loss_and_gradients(case: str, ctx: ParallelContext) -> tuple[Tensor, nn.Modu
     """The model after backward; its partial gradients are summed."""
     family, loss, keys = CASES[case]
     # ModernBERT has no dropout beside that of attention.
-    sizes = SIZES if family == "modernbert" else [*SIZES, "hidden_dropout=0"]
+    sizes = SIZES if family.startswith("modernbert") else [*SIZES, "hidden_dropout=0"]
     options = [f"model.family={family}", f"train.loss={loss}", *(f"model.{key}" for key in (*sizes, *keys))]
     config = load_config(overrides=[*options, "data.seq_length=12", "train.train_iters=1"], host=host()).config
     model = host()[MODELS].get(family).build.load()(config.model, ModelBuildContext(config, ctx, host()))

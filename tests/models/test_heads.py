@@ -43,9 +43,25 @@ LLAMA_SHAPE = {
     "pad_token_id": 0,
     "attn_implementation": "eager",
 }
+MODERNBERT_SHAPE = {
+    "vocab_size": 101,
+    "hidden_size": 32,
+    "num_hidden_layers": 4,
+    "num_attention_heads": 4,
+    "intermediate_size": 48,
+    "max_position_embeddings": 24,
+    "local_attention": 6,
+    **dict.fromkeys(("pad_token_id", "bos_token_id", "eos_token_id", "cls_token_id", "sep_token_id"), 0),
+    "attn_implementation": "eager",
+}
 CASES = {
     "BertForSequenceClassification": (maps.BERT_CLASSIFICATION, BERT_SHAPE | {"classifier_dropout": 0.3}),
     "MegatronBertForSequenceClassification": (maps.BERT_CLASSIFICATION, BERT_SHAPE),
+    "ModernBertForSequenceClassification": (maps.MODERNBERT_CLASSIFICATION, MODERNBERT_SHAPE),
+    "ModernBertForSequenceClassification of means": (
+        maps.MODERNBERT_CLASSIFICATION,
+        MODERNBERT_SHAPE | {"classifier_pooling": "mean", "classifier_bias": True, "norm_bias": True},
+    ),
     "GPT2ForSequenceClassification": (maps.GPT_CLASSIFICATION, GPT2_SHAPE),
     "LlamaForSequenceClassification": (maps.LLAMA_CLASSIFICATION, LLAMA_SHAPE),
 }
@@ -59,10 +75,10 @@ def labelled() -> dict[str, torch.Tensor]:
 @pytest.mark.parametrize("name", CASES)
 def test_classes_losses_and_gradients_equal_the_reference(host, name) -> None:
     family, shape = CASES[name]
-    reference = make_reference(name, shape, num_labels=3)
+    reference = make_reference(name.partition(" ")[0], shape, num_labels=3)
     model = from_reference(host, family, reference, "train.loss=classification")
     batch = labelled()
-    types = {"token_type_ids": batch["tokentype_ids"]} if "Bert" in name else {}
+    types = {"token_type_ids": batch["tokentype_ids"]} if family is maps.BERT_CLASSIFICATION else {}
     theirs = reference(batch["tokens"], attention_mask=batch["padding_mask"], **types).logits
     ours = model(**{key: batch[key] for key in model.inputs})
     assert_same(ours, theirs)

@@ -167,14 +167,16 @@ def test_greedy_generation_equals_the_references(host) -> None:
     assert [[0, *tokens_of(row)] for row in events] == expected.tolist()
 
 
-def test_an_untied_umt5_is_not_scaled(host) -> None:
-    """As it was trained; this release of the class takes every file for a tied one, whose output it scales."""
+def test_an_untied_umt5_is_scaled(host) -> None:
+    """The class takes every file for a tied one. One that is not scaled cannot be written: the class would scale it."""
     reference = reference_of("UMT5")
     reference.lm_head.weight = nn.Parameter(0.2 * torch.randn(101, 32, generator=torch.Generator().manual_seed(9)))
     batch = samples()
     theirs = reference(input_ids=batch["encoder_tokens"], decoder_input_ids=batch["decoder_tokens"]).logits
-    ours = ours_of(host, reference)(batch["encoder_tokens"], batch["decoder_tokens"])
-    assert_same(ours * 32**-0.5, theirs)
+    model = ours_of(host, reference)
+    assert_same(model(batch["encoder_tokens"], batch["decoder_tokens"]), theirs)
+    with pytest.raises(ConfigError, match=r"scale_untied_output=False cannot be written .* it can be True"):
+        HUGGING_FACE.write_config(model.config.model_copy(update={"scale_untied_output": False}))
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -238,7 +240,6 @@ def test_well_known_sizes(host, preset, millions) -> None:
         ({"dense_act_fn": "sigmoid"}, "dense_act_fn='sigmoid' and is_gated_act=False are not supported together"),
         ({"is_decoder": True}, "is_decoder=True is not supported"),
         ({"prefix_layers": 1}, "not known: prefix_layers=1"),
-        ({"tie_word_embeddings": False, "scale_decoder_outputs": True}, "scale_decoder_outputs=True is not supported"),
     ],
 )
 def test_a_configuration_of_another_model_is_refused(change, words) -> None:

@@ -248,11 +248,12 @@ class EncoderDecoderModel(Model):
     def logits(self, x: Tensor) -> Tensor:
         """[B, T, H] -> [B, T, V]"""
         assert self.output_layer is not None
+        scale = self.config.output_scale
         if isinstance(self.output_layer, TiedOutput):
             assert self.embedding is not None
             # With tied weights that start with a standard deviation of 1, logits would grow with sqrt(hidden_size).
-            return self.output_layer(x * self.config.output_scale, self.embedding.word_embeddings)
-        return self.output_layer(x)
+            return self.output_layer(x * scale, self.embedding.word_embeddings)
+        return self.output_layer(x if scale == 1.0 else x * scale)
 
     @property
     def max_sequence_length(self) -> int | None:

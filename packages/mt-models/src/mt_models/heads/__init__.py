@@ -6,10 +6,17 @@ from mt_core.kinds import Lazy
 from mt_core.specs import LossSpec, Metric, ModelSpec, StartsFrom
 
 HEADS_OF_PRETRAINING = ("lm_head.*", "output_layer.*", "binary_head.*")
-KEYS_OF_PRETRAINING = ("add_lm_head", "bert_binary_head", "add_pooler")
+KEYS_OF_PRETRAINING = ("add_lm_head", "bert_binary_head", "add_pooler", "output_bias")
 
 
-def _spec(name: str, config: str, build: str, name_map: str | None = None, presets: str = "NONE") -> ModelSpec:
+def _spec(
+    name: str,
+    config: str,
+    build: str,
+    name_map: str | None = None,
+    presets: str = "NONE",
+    left_out: tuple[str, ...] = HEADS_OF_PRETRAINING,
+) -> ModelSpec:
     base, _, task = name.partition("_")
     hugging_face: dict[str, Lazy[Any]] = {"hf": Lazy(f"mt_models.heads.hugging_face:{name_map}")} if name_map else {}
     chosen = "a class for each text" if task == "classification" else "one of several texts"
@@ -26,7 +33,7 @@ def _spec(name: str, config: str, build: str, name_map: str | None = None, prese
             StartsFrom(
                 family=base,
                 initialized=("classification_head.*", "multichoice_head.*"),
-                left_out=HEADS_OF_PRETRAINING,
+                left_out=left_out,
                 own_keys=KEYS_OF_PRETRAINING,
             ),
         ),
@@ -51,6 +58,14 @@ SPECS = (
         "build_bert_chooser",
         "BERT_MULTIPLE_CHOICE",
         "MULTIPLE_CHOICE",
+    ),
+    _spec(
+        "modernbert_classification",
+        "ModernBertClassificationConfig",
+        "build_modernbert_classifier",
+        "MODERNBERT_CLASSIFICATION",
+        # The head's first layer is that of masked words.
+        left_out=("output_layer.*",),
     ),
     _spec("gpt_classification", "GPTClassificationConfig", "build_gpt_classifier", "GPT_CLASSIFICATION"),
     _spec("gpt_multiple_choice", "GPTMultipleChoiceConfig", "build_gpt_chooser"),

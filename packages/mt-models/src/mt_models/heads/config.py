@@ -17,6 +17,8 @@ from mt_models.flops import Convention, Flops
 from mt_models.flops import flops_per_token as decoder_flops_per_token
 from mt_models.gpt.config import GPTConfig, check_gpt
 from mt_models.llama.config import LlamaConfig
+from mt_models.modernbert.config import ModernBertConfig, check_modernbert_encoder
+from mt_models.modernbert.config import flops_per_token as modernbert_flops_per_token
 
 
 class HeadConfig(ModelConfig):
@@ -56,6 +58,17 @@ class BertMultipleChoiceConfig(BertBase, MultipleChoiceConfig):
     """BERT with a score for each of several texts."""
 
 
+class ModernBertClassificationConfig(ModernBertConfig, ClassificationConfig):
+    """ModernBERT with a class for each text or pair of texts."""
+
+    add_lm_head: Literal[False] = False
+    """The head chooses; there is none for masked words. Its first layer is that of the head of masked words."""
+    output_bias: Literal[False] = False
+    """There are no logits of masked words."""
+    classifier_pooling: Literal["cls", "mean"] = "cls"
+    """What the head reads: the first token's state, or the mean over the tokens of a text."""
+
+
 class GPTTextConfig(GPTConfig):
     """A GPT without words to predict."""
 
@@ -88,7 +101,7 @@ def _check_bert(config: Config) -> None:
     check_encoder(config.model, config)
 
 
-CHECKS_OF_BASE = {"bert": _check_bert, "gpt": check_gpt, "llama": check_decoder}
+CHECKS_OF_BASE = {"bert": _check_bert, "modernbert": check_modernbert_encoder, "gpt": check_gpt, "llama": check_decoder}
 
 
 def check_choice(config: Config) -> None:
@@ -217,6 +230,8 @@ def flops_per_token(config: Any, seq_length: int, *, convention: Convention = "s
 
 def _layers(config: Any, seq_length: int, convention: Convention) -> tuple[Any, float]:
     """FLOPs of the layers per token, and of the pooler per text."""
+    if isinstance(config, ModernBertConfig):
+        return modernbert_flops_per_token(config, seq_length), 2 * config.hidden_size**2
     if isinstance(config, BertConfig):
         return encoder_flops(config, seq_length), 2 * config.hidden_size**2
     return decoder_flops_per_token(config, seq_length, convention=convention), 0.0

@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
-from mt_core.config_map import ConfigMap
+from mt_core.config_map import ConfigMap, Field
 from mt_core.name_map import NameMap, Rule, Same
 from mt_models.bert.hugging_face import (
     ENCODER_FIELDS,
@@ -20,9 +20,10 @@ from mt_models.bert.hugging_face import (
 )
 from mt_models.bert.hugging_face import model_type_of as bert_type_of
 from mt_models.gpt.hugging_face import HUGGING_FACE as GPT
-from mt_models.heads.config import BertBase
+from mt_models.heads.config import BertBase, ModernBertClassificationConfig
 from mt_models.hugging_face import CLASS_KEYS, HuggingFaceFamily, num_classes
 from mt_models.llama.hugging_face import HUGGING_FACE as LLAMA
+from mt_models.modernbert import hugging_face as modernbert
 
 HEAD_KEYS = ("num_classes", "classifier_dropout")
 """Keys of [model] that the base does not have."""
@@ -103,6 +104,40 @@ BERT_MULTIPLE_CHOICE = HuggingFaceFamily(
     lambda config: bert_names(config, "multichoice_head"),
     bert_type_of,
     architectures=classes_of("MultipleChoice"),
+)
+
+
+# -- ModernBERT ---------------------------------------------------------------------------------------
+
+OF_CLASSIFIER = (
+    Field("classifier_dropout", "classifier_dropout", float, lambda rate: rate or 0.0, default=0.0),
+    Field("classifier_pooling", "classifier_pooling", default="cls"),
+)
+MODERNBERT = replace(
+    modernbert.CONFIG,
+    fields=(*(entry for entry in modernbert.CONFIG.fields if entry != modernbert.OUTPUT_BIAS), *OF_CLASSIFIER),
+    ignored={
+        **{key: why for key, why in modernbert.CONFIG.ignored.items() if not key.startswith("classifier_")},
+        "architectures": "the task is the family's",
+        modernbert.OUTPUT_BIAS.theirs: "of logits of masked words",
+    },
+    import_extra=modernbert.import_layers,
+    import_extra_keys=modernbert.LAYER_KEYS,
+    export_extra=lambda model: modernbert.export_layers(ModernBertClassificationConfig.model_validate(model)),
+)
+
+
+def modernbert_names(config: ModernBertClassificationConfig) -> NameMap:
+    head = with_bias("classification_head", "classifier")
+    rules = [*modernbert.encoder_rules(config, "model."), *modernbert.head_rules(config), *head]
+    return NameMap(rules, config.num_layers)
+
+
+MODERNBERT_CLASSIFICATION = HuggingFaceFamily(
+    "modernbert_classification",
+    {"modernbert": with_classes(MODERNBERT)},
+    modernbert_names,
+    architectures={"modernbert": "ModernBertForSequenceClassification"},
 )
 
 

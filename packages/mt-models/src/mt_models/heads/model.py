@@ -6,11 +6,12 @@ Shapes: B batch, C classes, N texts to choose from, S sequence, H hidden.
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import replace
 from typing import Any
 
 import torch
 import torch.nn.functional as F
-from torch import Tensor
+from torch import Tensor, nn
 
 from mt_core.config.schema import Config
 from mt_core.nn.build_context import ModelBuildContext
@@ -33,7 +34,9 @@ from mt_models.heads.config import (
     GPTMultipleChoiceConfig,
     LlamaClassificationConfig,
     LlamaMultipleChoiceConfig,
+    ModernBertClassificationConfig,
 )
+from mt_models.modernbert.model import ModernBertModel, PredictionHead
 
 
 class FeatureDropout(Dropout):
@@ -78,6 +81,36 @@ class BertText(TextVector, BertEncoder):
 
     def new_head(self, outputs: int) -> ReplicatedLinear:
         return ReplicatedLinear(self.config.hidden_size, outputs, self.ctx, init=normal(self.config.init_method_std))
+
+
+class ModernBertText(TextVector, ModernBertModel):
+    """The first position, or the mean of a text's, through the layer that masked words are predicted by, too."""
+
+    inputs = ("tokens", "padding_mask")
+
+    def __init__(self, config: Any, context: ModelBuildContext) -> None:
+        super().__init__(config, context)
+        # It reads vectors that all ranks have.
+        self.lm_head = PredictionHead(config, replace(self.ctx, sequence_parallel=False))
+
+    def text_vector(self, tokens: Tensor, tokentype_ids: Tensor | None, padding_mask: Tensor | None) -> Tensor:
+        x = self.hidden_states(tokens, None, padding_mask)
+        pooled = first_position(x, self.ctx) if self.config.classifier_pooling == "cls" else self._mean(x, padding_mask)
+        return self.classifier_dropout(self.lm_head(pooled))
+
+    def _mean(self, x: Tensor, padding_mask: Tensor | None) -> Tensor:
+        """[B, S, H], sharded along S with sequence parallelism -> [B, H]"""
+        x = gather_copies(x, SEQUENCE_DIM, self.ctx.tp) if self.ctx.sequence_parallel else x
+        if padding_mask is None:
+            return x.mean(1)
+        return (x * padding_mask[..., None]).sum(1) / padding_mask.sum(1, keepdim=True)
+
+    def new_head(self, outputs: int) -> ReplicatedLinear:
+        return ReplicatedLinear(self.config.hidden_size, outputs, self.ctx, init=normal(self.config.init_method_std))
+
+    def encoders(self) -> Mapping[str, nn.Module]:
+        """None: it gives classes, not vectors."""
+        return {}
 
 
 class DecoderText(TextVector, CausalDecoder):
@@ -158,6 +191,12 @@ class BertClassifier(Classifier, BertText):
     inputs = BertText.inputs
 
 
+class ModernBertClassifier(Classifier, ModernBertText):  # type: ignore[misc]
+    """ModernBERT with a class for each text."""
+
+    inputs = ModernBertText.inputs
+
+
 class BertChooser(Chooser, BertText):
     """BERT with a score for each of several texts."""
 
@@ -194,6 +233,12 @@ def build_bert_classifier(config: BertClassificationConfig, context: ModelBuildC
 
 def build_bert_chooser(config: BertMultipleChoiceConfig, context: ModelBuildContext) -> BertChooser:
     return BertChooser(config, context)
+
+
+def build_modernbert_classifier(
+    config: ModernBertClassificationConfig, context: ModelBuildContext
+) -> ModernBertClassifier:
+    return ModernBertClassifier(config, context)
 
 
 def build_gpt_classifier(config: GPTClassificationConfig, context: ModelBuildContext) -> GPTClassifier:

@@ -78,13 +78,20 @@ def check_modernbert(config: Config) -> None:
     """Raise ConfigError for a model that cannot be built, or whose samples or loss are made for another."""
     model = config.model
     assert isinstance(model, ModernBertConfig)
-    check_encoder(model, config)
+    check_modernbert_encoder(config)
     check_masked_words(config, add_lm_head=model.add_lm_head)
     if config.data.dataset_type == "bert" and getattr(config.data, "bert_binary_head", False):
         raise ConfigError(
             "data.bert_binary_head=true gives pairs of texts, and model.family=modernbert has no head that predicts "
             "their order; set data.bert_binary_head=false"
         )
+
+
+def check_modernbert_encoder(config: Config) -> None:
+    """Raise ConfigError for layers that cannot be built."""
+    model = config.model
+    assert isinstance(model, ModernBertConfig)
+    check_encoder(model, config)
     if model.head_dim % 2:
         raise ConfigError(
             f"model.hidden_size / model.num_attention_heads={model.head_dim} is odd; rotary positions turn pairs of "

@@ -92,25 +92,33 @@ def kinds_of(layers: int, interval: int) -> list[str]:
     return [SLIDING if i % interval else FULL for i in range(layers)]
 
 
-def import_extra(external: Mapping[str, Any]) -> dict[str, Any]:
+def import_layers(external: Mapping[str, Any]) -> dict[str, Any]:
+    """Which layers see everything, and the bases of their positions."""
     if (external.get("rope_scaling") or {"rope_type": "default"}) not in (
         {"rope_type": "default"},
         {"type": "default"},
     ):
         raise ConfigError(f"rope_scaling={external['rope_scaling']} is not supported; it can be null")
-    named = external.get("architectures") or [next(iter(CLASSES))]
     return {
-        "add_lm_head": CLASSES[require_known("architectures", str(named[0]), CLASSES)],
         "global_attn_every_n_layers": interval_of(external),
         "rotary_base": base_of(external, FULL),
         "rotary_base_local": base_of(external, SLIDING),
     }
 
 
+def import_extra(external: Mapping[str, Any]) -> dict[str, Any]:
+    named = external.get("architectures") or [next(iter(CLASSES))]
+    return {"add_lm_head": CLASSES[require_known("architectures", str(named[0]), CLASSES)], **import_layers(external)}
+
+
 def export_extra(model: Mapping[str, Any]) -> dict[str, Any]:
     config = ModernBertConfig.model_validate(model)
+    classes = [kind for kind, has_head in CLASSES.items() if has_head == config.add_lm_head]
+    return {"architectures": classes, **export_layers(config)}
+
+
+def export_layers(config: ModernBertConfig) -> dict[str, Any]:
     return {
-        "architectures": [kind for kind, has_head in CLASSES.items() if has_head == config.add_lm_head],
         "intermediate_size": config.ffn_size,
         # Keys that every version reads.
         "global_attn_every_n_layers": config.global_attn_every_n_layers,
@@ -119,6 +127,11 @@ def export_extra(model: Mapping[str, Any]) -> dict[str, Any]:
     }
 
 
+LAYER_KEYS = (
+    "layer_types", "rope_parameters", "rope_scaling", "global_attn_every_n_layers", "global_rope_theta",
+    "local_rope_theta",
+)  # fmt: skip
+OUTPUT_BIAS = Field("decoder_bias", "output_bias", default=True)
 CONFIG = ConfigMap(
     architecture="modernbert",
     fields=(
@@ -136,7 +149,7 @@ CONFIG = ConfigMap(
         Field("attention_bias", "attention_bias", default=False),
         Field("mlp_bias", "mlp_bias", default=False),
         Field("classifier_bias", "lm_head_bias", default=False),
-        Field("decoder_bias", "output_bias", default=True),
+        OUTPUT_BIAS,
         Field("embedding_dropout", "embedding_dropout", float, default=0.0),
         Field("attention_dropout", "attention_dropout", float, default=0.0),
         Field("initializer_range", "init_method_std", default=0.02),
@@ -162,10 +175,7 @@ CONFIG = ConfigMap(
         "repad_logits_with_grad": OF_PYTHON,
     },
     import_extra=import_extra,
-    import_extra_keys=(
-        *("architectures", "layer_types", "rope_parameters", "rope_scaling", "global_attn_every_n_layers"),
-        *("global_rope_theta", "local_rope_theta"),
-    ),
+    import_extra_keys=("architectures", *LAYER_KEYS),
     export_extra=export_extra,
 )
 
@@ -174,7 +184,22 @@ CONFIG = ConfigMap(
 
 
 def name_map(config: ModernBertConfig) -> NameMap:
-    prefix = "model." if config.add_lm_head else ""
+    rules = encoder_rules(config, "model." if config.add_lm_head else "")
+    if config.add_lm_head:
+        rules += head_rules(config)
+        rules += [Same("output_layer.bias", "decoder.bias")] if config.output_bias else []
+    return NameMap(rules, config.num_layers)
+
+
+def head_rules(config: ModernBertConfig) -> list[Rule]:
+    """The layer between the encoder and masked words, or classes."""
+    return [
+        *_same("lm_head.dense", "head.dense", bias=config.lm_head_bias),
+        *_same("lm_head.layer_norm", "head.norm", bias=config.norm_bias),
+    ]
+
+
+def encoder_rules(config: ModernBertConfig, prefix: str) -> list[Rule]:
     ours, theirs = "encoder.layers.{i}.", f"{prefix}layers.{{i}}."
     heads, qkv = config.num_attention_heads, f"{ours}self_attention.linear_qkv"
     rules: list[Rule] = [
@@ -193,11 +218,7 @@ def name_map(config: ModernBertConfig) -> NameMap:
     # The first layer has no norm before attention.
     for i in range(1, config.num_layers):
         rules += _same(f"encoder.layers.{i}.input_layernorm", f"{prefix}layers.{i}.attn_norm", bias=config.norm_bias)
-    if config.add_lm_head:
-        rules += _same("lm_head.dense", "head.dense", bias=config.lm_head_bias)
-        rules += _same("lm_head.layer_norm", "head.norm", bias=config.norm_bias)
-        rules += [Same("output_layer.bias", "decoder.bias")] if config.output_bias else []
-    return NameMap(rules, config.num_layers)
+    return rules
 
 
 def _kinds(bias: bool) -> tuple[str, ...]:

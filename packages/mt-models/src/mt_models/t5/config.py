@@ -65,6 +65,9 @@ class T5Config(ModelConfig):
     scale_output: bool = used_when(True, untie_embeddings_and_output_weights=False)
     """Multiply what is compared with the token embeddings by hidden_size^-0.5, as T5 does. Token embeddings then start
     with a standard deviation of 1."""
+    scale_untied_output: bool = used_when(False, untie_embeddings_and_output_weights=True)
+    """The same in front of an output projection with a matrix of its own, as transformers 5 computes UMT5; T5 1.1 and
+    mT5 do not."""
     add_output_bias: bool = used_when(False, untie_embeddings_and_output_weights=False)
     """A bias for each id on the logits, as in Megatron's T5."""
     hidden_dropout: Probability = 0.1
@@ -108,12 +111,14 @@ class T5Config(ModelConfig):
 
     @property
     def output_scale(self) -> float:
-        scaled = self.scale_output and not self.untie_embeddings_and_output_weights
+        untied = self.untie_embeddings_and_output_weights
+        scaled = self.scale_untied_output if untied else self.scale_output
         return self.hidden_size**-0.5 if scaled else 1.0
 
     @property
     def embedding_init_std(self) -> float:
-        return self.init_method_std if self.output_scale == 1.0 else 1.0
+        compared = self.scale_output and not self.untie_embeddings_and_output_weights
+        return 1.0 if compared else self.init_method_std
 
     @property
     def output_init_std(self) -> float:
@@ -242,7 +247,9 @@ PRESETS: dict[str, dict[str, Any]] = {
     "t5-v1.1-xxl": _t5_1_1(24, 4096, 10240, 64),
     **{f"mt5-{size}": _t5_1_1(*shape, vocab_size=250112) for size, shape in MULTILINGUAL.items()},
     **{
-        f"umt5-{size}": _t5_1_1(*shape, vocab_size=256384, relative_attention_bias_per_layer=True)
+        f"umt5-{size}": _t5_1_1(
+            *shape, vocab_size=256384, relative_attention_bias_per_layer=True, scale_untied_output=True
+        )
         for size, shape in MULTILINGUAL.items()
         if size != "large"
     },

@@ -68,21 +68,20 @@ def export_activation(name: str) -> dict[str, Any]:
 
 
 def import_extra(external: Mapping[str, Any]) -> dict[str, Any]:
-    """If `tie_word_embeddings` is false the output is not scaled; newer files have a separate key for it."""
+    """If `tie_word_embeddings` is false the output is not scaled, but in UMT5; newer files have a key for it."""
     # Before transformers 5 tie_word_embeddings decided both whether the LM head is the embedding and whether
     # its input is scaled; since then scale_decoder_outputs is the second.
     dropout, tied = float(external.get("dropout_rate", 0.1)), bool(external.get("tie_word_embeddings", True))
-    # UMT5's class scales tied outputs as T5's, mT5's has no scale at all.
-    scaled = bool(external.get("scale_decoder_outputs", tied and external.get("model_type") != "mt5"))
-    if scaled and not tied:
-        raise ConfigError("scale_decoder_outputs=True is not supported with tie_word_embeddings=False; it can be False")
+    # UMT5's class takes every file for a tied one and scales its output; mT5's has no scale at all.
+    kind = external.get("model_type")
+    scaled = kind == UMT5 or bool(external.get("scale_decoder_outputs", tied and kind != "mt5"))
     return {
         "activation": import_activation(external),
         "hidden_dropout": dropout,
         "attention_dropout": dropout,
         "untie_embeddings_and_output_weights": not tied,
         "relative_attention_bias_per_layer": external.get("model_type") == UMT5,
-        **({"scale_output": scaled} if tied else {}),
+        ("scale_output" if tied else "scale_untied_output"): scaled,
     }
 
 
@@ -90,7 +89,8 @@ def export_extra(model: Mapping[str, Any]) -> dict[str, Any]:
     head = model.get("kv_channels") or model["hidden_size"] // model["num_attention_heads"]
     tied = not model.get("untie_embeddings_and_output_weights")
     per_layer = bool(model.get("relative_attention_bias_per_layer"))
-    scale = {} if per_layer else {"scale_decoder_outputs": tied and bool(model.get("scale_output", True))}
+    scaled = bool(model.get("scale_output", True) if tied else model.get("scale_untied_output", False))
+    scale = {} if per_layer else {"scale_decoder_outputs": scaled}
     return {
         "architectures": [f"{'UMT5' if per_layer else 'T5'}ForConditionalGeneration"],
         "decoder_start_token_id": PADDING,
@@ -242,8 +242,8 @@ def model_type_of(config: T5Config) -> str:
         require_value(config, key, (value,), "t5")
     if not config.relative_attention_bias_per_layer:
         return "t5"
-    if not config.untie_embeddings_and_output_weights:
-        require_value(config, "scale_output", (True,), UMT5)
+    untied = config.untie_embeddings_and_output_weights
+    require_value(config, "scale_untied_output" if untied else "scale_output", (True,), UMT5)
     return UMT5
 
 

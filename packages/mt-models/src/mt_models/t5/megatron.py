@@ -57,7 +57,8 @@ def t5_arguments(model: Any, parameters: Collection[str], kept: Mapping[str, Any
     require(model, "scale_attention_scores", (True,))
     require(model, "relative_attention_bias_per_layer", (False,))
     if model.output_scale != 1.0:
-        raise ConfigError("model.scale_output=true: Megatron's T5 does not scale its output; it can be false")
+        key = "scale_untied_output" if model.untie_embeddings_and_output_weights else "scale_output"
+        raise ConfigError(f"model.{key}=true: Megatron's T5 does not scale its output; it can be false")
     return {
         **shared_arguments(model),
         **depth_arguments(model),
