@@ -529,6 +529,19 @@ CASES: dict[str, Case] = {
         | {"layer_types": ["linear_attention", "full_attention", "linear_attention"]}
         | dict.fromkeys(("bos_token_id", "eos_token_id", "pad_token_id")),
     ),
+    "qwen4_exp_text": Case(
+        "qwen4_exp",
+        "Qwen4ExpForCausalLM",
+        "Qwen4ExpTextConfig",
+        {key: value for key, value in MOE.items() if key != "intermediate_size"}
+        | DELTA_NET
+        | {"num_experts": 4, "moe_intermediate_size": 12, "shared_expert_intermediate_size": 10, "hc_count": 3}
+        | {"hc_lowrank": 6, "ple_layer_ids": [1, 3], "ple_embed_dim": 24, "heads_per_ngram": 3, "eos_token_id": 3}
+        | {"ngram_vocab_size_base": 20, "make_ngram_vocab_size_divisible_by": 8, "split_ngram_parts": 2}
+        | {"indexer_n_heads": 13, "indexer_kv_heads": 1, "indexer_head_dim": 8, "indexer_budget": 4}
+        | {"indexer_compress_ratio": 2, "output_gate_type": "sigmoid"}
+        | {"rope_parameters": {"rope_type": "default", "rope_theta": 1e4, "partial_rotary_factor": 0.5}},
+    ),
     "qwen3_next": Case(
         "qwen_next",
         "Qwen3NextForCausalLM",

@@ -89,6 +89,7 @@ CASES: dict[str, dict[str, Any]] = {
         **FOUR_LAYERS["hy_v3"],
         "moe": {**FOUR_LAYERS["hy_v3"]["moe"], "moe_layer_freq": "([0]*1+[1]*3)"},
     },
+    "qwen4_exp": FOUR_LAYERS["qwen4_exp"],
     "qwen_next_experts": {**FOUR_LAYERS["qwen_next_experts"], "linear_attention_freq": "[1,0,1,0]"},
     "olmo_hybrid": FOUR_LAYERS["olmo_hybrid"],
     "moe": {**LLAMA, "family": "mixtral", "moe": {"num_experts": 4}},
@@ -199,7 +200,7 @@ NO_MEGATRON = {
     *("gemma4_vl", "gemma4_vl_experts", "modernbert", "rwkv7"),
     *("nemotron_3", "granite_hybrid", "falcon_h1", "mistral4", "jamba", "mistral3", "kimi_k25", "minimax_m3"),
     *("ernie4_5_moe", "hunyuan_v1_moe", "lfm2_moe"),
-    *("hy_v3", "muse_glimmer"),
+    *("hy_v3", "muse_glimmer", "qwen4_exp"),
     *(name for name in CASES if name.endswith(("_classification", "_multiple_choice"))),
 }
 UNABLE = {

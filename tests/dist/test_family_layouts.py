@@ -70,6 +70,7 @@ FAMILIES: dict[str, dict[str, Any]] = {
         "kimi_linear",
         "hy_v3",
         "muse_glimmer",
+        "qwen4_exp",
         "nemotron_3",
         "granite_hybrid",
         "falcon_h1",
@@ -113,9 +114,8 @@ REFUSED |= {("qwen_next", "tp-sp"), ("qwen_next that predicts", "tp-sp")}
 # Gradients of an indexer's norm nearly cancel, too, since a shift of all scores changes nothing.
 REFUSED |= {("deepseek_v32 that learns", "tp-sp")}
 # A choice is among the keys of the whole sequence.
-REFUSED |= {
-    (name, "cp") for name in FAMILIES if name.startswith(("deepseek_v32", "deepseek_v4", "glm_5", "minimax_m3"))
-}
+CHOOSING = ("qwen4_exp", "deepseek_v32", "deepseek_v4", "glm_5", "minimax_m3")
+REFUSED |= {(name, "cp") for name in FAMILIES if name.startswith(CHOOSING)}
 ELSEWHERE = {("deepseek_v4", "pp"), ("deepseek_v4", "ep")}
 """In tests/models/test_moe_layouts.py too, with losses of indexers and multi-token prediction."""
 ALIKE = {
@@ -131,6 +131,8 @@ ALIKE = {
     *((name, "ep") for name in ("granite_hybrid", "jamba", "glm4_moe_lite", "glm_5", "deepseek_v32", "minimax_m3")),
     # The layers of the dense sizes, and the dispatcher.
     *((name, layout) for name in ("ernie4_5_moe", "hunyuan_v1_moe", "lfm2_moe") for layout in LAYOUTS),
+    # In the exhaustive run: streams divide as those of deepseek_v4, delta nets as those of qwen_next.
+    *(("qwen4_exp", layout) for layout in LAYOUTS),
     # Normalized heads as in hunyuan, the router and the experts of glm4_moe_lite.
     *(("hy_v3", layout) for layout in LAYOUTS),
     # Windows, layers without positions and gated attention divide as those of exaone4 and qwen_next do.

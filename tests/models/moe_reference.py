@@ -30,6 +30,7 @@ MOE_MODELS = (
     "glm4_moe_lite",
     "hy_v3",
     "muse_glimmer",
+    "qwen4_exp",
     "kimi_linear",
     "hybrid",
     "mistral4",

@@ -383,6 +383,28 @@ TRINITY_MINI = {
     "route_scale": 2.826, "score_func": "sigmoid", "sliding_window": 2048, "tie_word_embeddings": False,
     "topk_group": 1, "transformers_version": "4.57.1", "use_cache": True, "use_grouped_mm": True, "vocab_size": 200192,
 }  # fmt: skip
+QWEN4_EXP = {
+    "architectures": ["Qwen4ExpForConditionalGeneration"], "image_token_id": 248056, "model_type": "qwen4_exp",
+    "text_config": {
+        "attention_bias": False, "attention_dropout": 0.0, "dtype": "bfloat16", "eos_token_id": 248044,
+        "full_attention_interval": 4, "hc_count": 4, "hc_lowrank": 320, "head_dim": 256, "hidden_act": "silu",
+        "hidden_size": 2560, "indexer_budget": 2048, "indexer_compress_ratio": 4, "indexer_head_dim": 128,
+        "indexer_kv_heads": 1, "indexer_n_heads": 4, "initializer_range": 0.02,
+        "layer_types": (["linear_attention"] * 3 + ["full_attention"]) * 12, "linear_conv_kernel_dim": 4,
+        "linear_key_head_dim": 128, "linear_num_key_heads": 16, "linear_num_value_heads": 48,
+        "linear_value_head_dim": 128, "mamba_ssm_dtype": "float32", "max_position_embeddings": 262144,
+        "model_type": "qwen4_exp_text", "moe_intermediate_size": 640, "mtp_num_hidden_layers": 1,
+        "num_attention_heads": 24, "num_experts": 512, "num_experts_per_tok": 10, "num_hidden_layers": 48,
+        "num_key_value_heads": 2, "output_gate_type": "sigmoid", "partial_rotary_factor": 0.25, "ple_layer_ids": [2],
+        "rms_norm_eps": 1e-06, "shared_expert_intermediate_size": 640, "split_ngram_parts": 128, "vocab_size": 248320,
+        "rope_parameters": {
+            "mrope_interleaved": True, "mrope_section": [11, 11, 10], "partial_rotary_factor": 0.25,
+            "rope_theta": 10000000, "rope_type": "default",
+        },
+    },
+    "tie_word_embeddings": False, "video_token_id": 248057, "vision_config": {}, "vision_end_token_id": 248054,
+    "vision_start_token_id": 248053,
+}  # fmt: skip
 MUSE_GLIMMER_30B = {
     "architectures": ["MuseGlimmerForConditionalGeneration"], "dtype": "bfloat16", "image_token_id": 200092,
     "model_type": "muse_glimmer", "out_hidden_size": 6144, "projector_hidden_act": "gelu",
@@ -1044,6 +1066,7 @@ PUBLISHED: dict[str, tuple[str, dict[str, Any]]] = {
     "deepseek-v4-pro (without FP8)": ("deepseek_v4", DEEPSEEK_V4_PRO),
     "kimi-linear-48b-a3b": ("kimi_linear", KIMI_LINEAR_48B),
     "trinity-mini": ("afmoe", TRINITY_MINI),
+    "qwen4-exp": ("qwen4_exp", QWEN4_EXP),
     "muse-glimmer-30b": ("muse_glimmer", MUSE_GLIMMER_30B),
     "hy3": ("hy_v3", HY3),
     "gpt-oss-20b": ("gpt_oss", GPT_OSS_20B),

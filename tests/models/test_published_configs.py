@@ -30,6 +30,7 @@ WITHOUT_EFFECT = {
     "blenderbot-3b": {"encoder_no_repeat_ngram_size"},
     "olmo-hybrid-7b": {"pad_token_id"},
     "kimi-linear-48b-a3b": {"pad_token_id"},
+    "qwen4-exp": {"model_type", "architectures"},
     "muse-glimmer-30b": {"out_hidden_size", "projector_hidden_size"},
     "granite-4.0-h-tiny": {"position_embedding_type"},
 }

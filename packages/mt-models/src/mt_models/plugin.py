@@ -52,6 +52,7 @@ from mt_models import (
     phi3,
     qwen,
     qwen3_vl,
+    qwen4_exp,
     qwen_moe,
     qwen_next,
     qwen_next_vl,
@@ -86,6 +87,7 @@ FAMILIES = (
     mixtral.SPEC,
     qwen_moe.SPEC,
     qwen_next.SPEC,
+    qwen4_exp.SPEC,
     # Before the family that reads the decoder of its files alone.
     kimi_k25.SPEC,
     deepseek.SPEC,

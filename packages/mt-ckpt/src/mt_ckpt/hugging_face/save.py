@@ -142,7 +142,9 @@ def _small_files(
     if GENERATION not in files and (ids := _ids_of_tokenizer(tokenizer)):
         files[GENERATION] = generation_defaults({**ids, **_decoder_start(source, external, ids)})
     # config.json repeats the ids of generation_config.json, since programs read either.
-    files[CONFIG] = _json({**external, **special_ids(files)})
+    # An end of texts that a family writes is one that its weights depend on.
+    ids = {key: value for key, value in special_ids(files).items() if key != "eos_token_id" or key not in external}
+    files[CONFIG] = _json({**external, **ids})
     if len(shards) > 1:
         files[INDEX] = _index(tensors.infos, shards)
     return files

@@ -1,0 +1,106 @@
+"""Rows of tables for n-grams of token ids: hashes into a table of each of several heads (Qwen4-Exp, 2026).
+
+Head h of the n-grams of length n has, for the tokens t_0 (a position's own), t_1 (the one before) ... t_{n-1},
+
+    row = (t_0 m_0 xor t_1 m_1 xor ... t_{n-1} m_{n-1}) mod p_h
+
+with odd multipliers m of the layer and a prime p_h, the rows of the head's table; no two heads have the same prime.
+Behind the end of a text the tokens before it count as ends of texts.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+MASK = (1 << 64) - 1
+GOLDEN = 0x9E3779B97F4A7C15
+SEED_STRIDE = 10007
+"""Difference of the seeds of two layers."""
+
+
+@dataclass(frozen=True)
+class NGramTable:
+    """The rows of one layer: sizes and offsets of its heads' tables, one behind the other, and the multipliers."""
+
+    sizes: tuple[int, ...]
+    multipliers: tuple[int, ...]
+
+    @property
+    def offsets(self) -> tuple[int, ...]:
+        return tuple(sum(self.sizes[:head]) for head in range(len(self.sizes)))
+
+    def rows(self, divisible_by: int) -> int:
+        """Of all tables, and those that fill them up."""
+        return -(-sum(self.sizes) // divisible_by) * divisible_by
+
+
+def ngram_table(*, index: int, vocab_size: int, longest: int, heads: int, least_rows: int, seed: int) -> NGramTable:
+    """The table of the layer that is number `index` of those with n-grams. longest: tokens of the longest n-gram;
+    heads: of each length from 2; least_rows: the first table has the next prime from here on."""
+    count = (longest - 1) * heads
+    return NGramTable(
+        primes(least_rows, index * count, count), multipliers(vocab_size, longest, seed + SEED_STRIDE * index)
+    )
+
+
+def primes(start: int, skipped: int, count: int) -> tuple[int, ...]:
+    """`count` primes in order, without the first `skipped` from `start` on."""
+    found, number = list[int](), start
+    while len(found) < skipped + count:
+        if is_prime(number):
+            found.append(number)
+        number += 1
+    return tuple(found[skipped:])
+
+
+def is_prime(number: int) -> bool:
+    if number < 4 or number % 2 == 0:
+        return number in (2, 3)
+    return all(number % divisor for divisor in range(3, math.isqrt(number) + 1, 2))
+
+
+def multipliers(vocab_size: int, count: int, seed: int) -> tuple[int, ...]:
+    """Odd numbers of which none times a token id is above 2^63."""
+    bound = max(((1 << 63) - 1) // max(vocab_size, 1) // 2, 1)
+    return tuple(2 * (splitmix64(seed + GOLDEN * (place + 1)) % bound) + 1 for place in range(count))
+
+
+def splitmix64(value: int) -> int:
+    """The output of SplitMix64 for a state (Steele, Lea and Flood, 2014)."""
+    value = (value + GOLDEN) & MASK
+    value = ((value ^ (value >> 30)) * 0xBF58476D1CE4E5B9) & MASK
+    value = ((value ^ (value >> 27)) * 0x94D049BB133111EB) & MASK
+    return value ^ (value >> 31)
+
+
+def ngram_rows(history: Tensor, table: NGramTable, end_of_text: int, segments: Tensor | None = None) -> Tensor:
+    """history [B, longest - 1 + S] int64: the ids of S positions with those before them -> [B, S, heads] rows.
+
+    segments [B, S]: documents of a packed sequence, which see nothing of one another.
+    """
+    longest = len(table.multipliers)
+    length, heads = history.shape[1] - (longest - 1), len(table.sizes) // (longest - 1)
+    sizes, offsets = (torch.tensor(values, device=history.device) for values in (table.sizes, table.offsets))
+    token = history[:, longest - 1 :]
+    mixed, found = token * table.multipliers[0], list[Tensor]()
+    for back in range(1, longest):
+        before = history[:, longest - 1 - back :][:, :length]
+        ended = token == end_of_text if back > 1 else torch.zeros_like(token, dtype=torch.bool)
+        if segments is not None:
+            ended = ended | _in_other_segment(segments, back)
+        token = before.masked_fill(ended, end_of_text)
+        mixed = mixed ^ (token * table.multipliers[back])
+        own = slice((back - 1) * heads, back * heads)
+        found.append(mixed[..., None] % sizes[own] + offsets[own])
+    return torch.cat(found, -1)
+
+
+def _in_other_segment(segments: Tensor, back: int) -> Tensor:
+    """[B, S] -> [B, S] bool: whether the position `back` before each is of another document."""
+    other = torch.zeros_like(segments, dtype=torch.bool)
+    other[:, back:] = segments[:, back:] != segments[:, :-back]
+    return other
