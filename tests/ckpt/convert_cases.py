@@ -184,6 +184,14 @@ MODELS: dict[str, dict[str, Any]] = {
             "moe_shared_expert_intermediate_size": 48,
         },
     },
+    "dots1": {"family": "dots1", **SHAPE, "ffn_hidden_size": 48, "moe": SIGMOID_EXPERTS},
+    "solar_open": {
+        "family": "dots1",
+        **GROUPED,
+        "qk_layernorm": False,
+        "moe": {key: value for key, value in SIGMOID_EXPERTS.items() if key != "moe_layer_freq"},
+    },
+    "exaone_moe": {"family": "exaone4", **GROUPED, "sliding_window": 5, "moe": SIGMOID_EXPERTS},
     "lfm2_moe": {
         "family": "lfm2",
         **GROUPED,

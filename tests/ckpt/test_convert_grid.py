@@ -76,6 +76,11 @@ CASES: dict[str, dict[str, Any]] = {
         "moe": {**FOUR_LAYERS["lfm2_moe"]["moe"], "moe_layer_freq": "([0]*1+[1]*3)"},
     },
     "hunyuan_v1_moe": FOUR_LAYERS["hunyuan_v1_moe"],
+    **{
+        name: {**FOUR_LAYERS[name], "moe": {**FOUR_LAYERS[name]["moe"], "moe_layer_freq": "([0]*1+[1]*3)"}}
+        for name in ("dots1", "exaone_moe")
+    },
+    "solar_open": FOUR_LAYERS["solar_open"],
     "llama4": FOUR_LAYERS["llama4"],
     "lfm2": {**FOUR_LAYERS["lfm2"], "conv_layer_pattern": "[1]*3+[0]*1"},
     "qwen_next": FOUR_LAYERS["qwen_next"],
@@ -199,8 +204,8 @@ NO_MEGATRON = {
     *("kimi_linear", "deepseek_v4", "gemma4", "gemma4_experts", "qwen3_vl", "qwen3_vl_experts", "qwen_next_vl"),
     *("gemma4_vl", "gemma4_vl_experts", "modernbert", "rwkv7"),
     *("nemotron_3", "granite_hybrid", "falcon_h1", "mistral4", "jamba", "mistral3", "kimi_k25", "minimax_m3"),
-    *("ernie4_5_moe", "hunyuan_v1_moe", "lfm2_moe"),
     *("hy_v3", "muse_glimmer", "qwen4_exp"),
+    *("ernie4_5_moe", "hunyuan_v1_moe", "lfm2_moe", "dots1", "solar_open", "exaone_moe"),
     *(name for name in CASES if name.endswith(("_classification", "_multiple_choice"))),
 }
 UNABLE = {
@@ -214,7 +219,7 @@ UNABLE = {
         *("granite", "granite_neutral", "moe", "qwen3_moe", "granite_moe", "granite_moe_neutral", "gpt_oss", "mamba"),
         *("gemma4", "gemma4_experts", "phi3_unscaled", "ministral3", "seed_oss", "ernie4_5", "hunyuan", "minimax_m2"),
         *("lfm2", "glm4_moe_lite", "mistral4", "kimi_linear", "qwen_next", "jamba", "falcon_h1", "hybrid_experts"),
-        *("granite_hybrid", "ernie4_5_moe", "hunyuan_v1_moe", "lfm2_moe"),
+        *("granite_hybrid", "ernie4_5_moe", "hunyuan_v1_moe", "lfm2_moe", "dots1"),
     },
     "megatron": NO_MEGATRON,
     "megatron-dist": NO_MEGATRON,

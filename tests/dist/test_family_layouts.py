@@ -59,6 +59,9 @@ FAMILIES: dict[str, dict[str, Any]] = {
         "ernie4_5_moe",
         "hunyuan_v1_moe",
         "lfm2_moe",
+        "dots1",
+        "solar_open",
+        "exaone_moe",
         "lfm2",
         "llama4",
         "qwen_next",
@@ -130,13 +133,17 @@ ALIKE = {
     # The dispatcher and the experts of mixtral; routers are whole on each rank.
     *((name, "ep") for name in ("granite_hybrid", "jamba", "glm4_moe_lite", "glm_5", "deepseek_v32", "minimax_m3")),
     # The layers of the dense sizes, and the dispatcher.
-    *((name, layout) for name in ("ernie4_5_moe", "hunyuan_v1_moe", "lfm2_moe") for layout in LAYOUTS),
     # In the exhaustive run: streams divide as those of deepseek_v4, delta nets as those of qwen_next.
     *(("qwen4_exp", layout) for layout in LAYOUTS),
     # Normalized heads as in hunyuan, the router and the experts of glm4_moe_lite.
     *(("hy_v3", layout) for layout in LAYOUTS),
     # Windows, layers without positions and gated attention divide as those of exaone4 and qwen_next do.
     *(("muse_glimmer", layout) for layout in LAYOUTS),
+    *(
+        (name, layout)
+        for name in ("ernie4_5_moe", "hunyuan_v1_moe", "lfm2_moe", "dots1", "solar_open", "exaone_moe")
+        for layout in LAYOUTS
+    ),
     ("deepseek_v32 that learns", "ep"),
     ("deepseek_v32 in warm-up", "ep"),
     ("deepseek_v32 in warm-up", "pp"),

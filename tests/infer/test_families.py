@@ -92,6 +92,7 @@ CACHED_AS_OTHERS = {
     *("glm4_moe_lite", "qwen_next_experts", "lfm3", "ernie4_5_moe", "hunyuan_v1_moe", "lfm2_moe"),
     "afmoe",
     "hy_v3",
+    *("dots1", "solar_open", "exaone_moe"),
 }
 """Families with the cache and the positions of others; the tokens of all are compared with transformers' below."""
 

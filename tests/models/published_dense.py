@@ -142,6 +142,36 @@ LFM2_8B_A1B = {
     "rope_theta": 1000000.0, "routed_scaling_factor": 1.0, "tie_embedding": True,
     "transformers_version": "4.57.0.dev0", "use_cache": True, "use_expert_bias": True, "vocab_size": 65536,
 }  # fmt: skip
+DOTS_LLM1 = {
+    **COMMON, "architectures": ["Dots1ForCausalLM"], "attention_bias": False, "eos_token_id": 151643,
+    "first_k_dense_replace": 1, "hidden_size": 4096, "intermediate_size": 10944, "max_position_embeddings": 32768,
+    "model_type": "dots1", "moe_intermediate_size": 1408, "moe_layer_freq": 1, "n_routed_experts": 128,
+    "n_shared_experts": 2, "norm_topk_prob": True, "num_attention_heads": 32, "num_experts_per_tok": 6,
+    "num_hidden_layers": 62, "num_key_value_heads": 32, "pretraining_tp": 1, "rms_norm_eps": 1e-05,
+    "rope_scaling": None, "rope_theta": 10000000, "routed_scaling_factor": 2.5, "scoring_func": "sigmoid",
+    "tie_word_embeddings": False, "vocab_size": 152064,
+}  # fmt: skip
+SOLAR_OPEN_100B = {
+    **COMMON, "architectures": ["SolarOpenForCausalLM"], "bos_token_id": 1, "eos_token_id": 2,
+    "first_k_dense_replace": 0, "head_dim": 128, "hidden_size": 4096, "intermediate_size": 10240,
+    "max_position_embeddings": 131072, "model_type": "solar_open", "moe_intermediate_size": 1280,
+    "n_routed_experts": 128, "n_shared_experts": 1, "norm_topk_prob": True, "num_attention_heads": 64,
+    "num_experts_per_tok": 8, "num_hidden_layers": 48, "num_key_value_heads": 8, "partial_rotary_factor": 1.0,
+    "rms_norm_eps": 1e-05,
+    "rope_scaling": {"factor": 2.0, "original_max_position_embeddings": 65536, "type": "yarn"},
+    "rope_theta": 1000000, "routed_scaling_factor": 1.0, "tie_word_embeddings": False, "vocab_size": 196608,
+}  # fmt: skip
+K_EXAONE_236B = {
+    **COMMON, "architectures": ["ExaoneMoeForCausalLM"], "bos_token_id": 1, "eos_token_id": 53,
+    "first_last_k_dense_replace": 1, "head_dim": 128, "hidden_size": 6144, "intermediate_size": 18432,
+    "is_moe_layer": [False] + [True] * 47, "layer_types": ([SLIDING] * 3 + [FULL]) * 12,
+    "max_position_embeddings": 262144, "model_type": "exaone_moe", "moe_intermediate_size": 2048, "n_group": 1,
+    "norm_topk_prob": True, "num_attention_heads": 64, "num_experts": 128, "num_experts_per_tok": 8,
+    "num_hidden_layers": 48, "num_key_value_heads": 8, "num_shared_experts": 1, "pad_token_id": 0,
+    "rms_norm_eps": 1e-05, "rope_scaling": None, "rope_theta": 1000000, "routed_scaling_factor": 2.5,
+    "scoring_func": "sigmoid", "sliding_window": 128, "sliding_window_pattern": "LLLG", "tie_word_embeddings": False,
+    "topk_group": 1, "topk_method": "noaux_tc", "transformers_version": "5.0.0.dev0", "vocab_size": 153600,
+}  # fmt: skip
 MINIMAX_M2 = {
     **COMMON, "architectures": ["MiniMaxM2ForCausalLM"], "attn_type_list": [1] * 62, "bos_token_id": None,
     "eos_token_id": None, "head_dim": 128, "hidden_size": 3072, "intermediate_size": 1536,
@@ -227,6 +257,9 @@ PUBLISHED_DENSE: dict[str, tuple[str, dict[str, Any]]] = {
     "ernie-4.5-21b-a3b": ("ernie4_5", ERNIE45_21B),
     "hunyuan-a13b": ("hunyuan", HUNYUAN_A13B),
     "lfm2-8b-a1b": ("lfm2", LFM2_8B_A1B),
+    "dots.llm1": ("dots1", DOTS_LLM1),
+    "solar-open-100b": ("dots1", SOLAR_OPEN_100B),
+    "k-exaone-236b-a23b": ("exaone4", K_EXAONE_236B),
     "minimax-m2": ("minimax_m2", MINIMAX_M2),
     "lfm2-1.2b": ("lfm2", LFM2_12B),
     "lfm3-1.7b": ("lfm3", LFM3_17B),

@@ -29,6 +29,7 @@ SHAPE = {
     "attn_implementation": "eager",
     "experts_implementation": "eager",
 }
+YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 16}
 ERNIE = {"moe_num_experts": 7, "moe_k": 3, "moe_intermediate_size": 10}
 HUNYUAN = {"num_experts": 7, "moe_topk": 3, "head_dim": 10}
 LFM2 = {"num_experts": 7, "num_experts_per_tok": 3, "moe_intermediate_size": 10, "num_dense_layers": 1}
@@ -55,7 +56,25 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
         | {"tie_word_embeddings": False},
     ),
 }
-GREEDY = ("ernie4_5_moe", "hunyuan_v1_moe", "lfm2_moe")
+V3 = {"num_experts_per_tok": 3, "moe_intermediate_size": 10, "n_group": 1, "topk_group": 1}
+CASES |= {
+    "dots1": (
+        "Dots1",
+        {**V3, "n_routed_experts": 7, "n_shared_experts": 2, "norm_topk_prob": True, "first_k_dense_replace": 1}
+        | {"routed_scaling_factor": 2.5, "head_dim": 10},
+    ),
+    "solar_open": (
+        "SolarOpen",
+        {**V3, "n_routed_experts": 8, "n_group": 4, "topk_group": 2, "head_dim": 10, "tie_word_embeddings": True}
+        | {"rope_parameters": {**YARN, "rope_theta": 5000.0}},
+    ),
+    "exaone_moe": (
+        "ExaoneMoe",
+        {**V3, "num_experts": 7, "num_shared_experts": 2, "sliding_window": 5, "head_dim": 10, "num_hidden_layers": 4}
+        | {"sliding_window_pattern": 2, "mlp_layer_types": ["dense", "sparse", "dense", "sparse"]},
+    ),
+}
+GREEDY = ("ernie4_5_moe", "hunyuan_v1_moe", "lfm2_moe", "dots1", "exaone_moe")
 
 
 def reference_of(name: str) -> nn.Module:
@@ -94,6 +113,12 @@ UNREADABLE = [
     ("hunyuan_v1_moe", {"num_shared_expert": 2}, "num_shared_expert=2 is not supported"),
     ("lfm2_moe", {"layer_types": None}, "layer_types is not set"),
     ("lfm2_moe", {"norm_topk_prob": False}, "norm_topk_prob=False is not supported"),
+    ("dots1", {"max_window_layers": 2}, "max_window_layers=2 with sliding_window=4096 is not supported"),
+    ("dots1", {"layer_types": ["sliding_attention"] * 3}, "layer_types has sliding_attention"),
+    ("dots1", {"attention_bias": True}, "attention_bias=True is not supported"),
+    ("solar_open", {"first_k_dense_replace": 1}, "first_k_dense_replace=1 is not supported"),
+    ("exaone_moe", {"is_moe_layer": [False] + [True] * 3}, "is_moe_layer=.* contradicts"),
+    ("exaone_moe", {"mlp_layer_types": ["dense"] * 4}, "leave no layer with experts"),
 ]
 
 
@@ -110,6 +135,8 @@ def test_a_configuration_that_cannot_be_read(host, kind, fields, words) -> None:
         ("ernie4_5_moe", {"moe_router_enable_expert_bias": False}, "moe_router_enable_expert_bias=False cannot be"),
         ("hunyuan_v1_moe", {"moe_shared_expert_intermediate_size": 88}, "intermediate_size=88 cannot be written"),
         ("lfm2_moe", {"moe_router_weight_epsilon": 1e-20}, "moe_router_weight_epsilon=1e-20 cannot be written"),
+        ("solar_open", {"moe_layer_freq": "[0]+[1]*3"}, "which has no dense layers"),
+        ("dots1", {"moe_layer_freq": "[1]*3+[0]"}, "whose dense layers come first"),
     ],
 )
 def test_what_a_file_cannot_say_is_not_written(host, kind, moe, words) -> None:
@@ -144,10 +171,14 @@ def test_presets_have_the_sizes_of_the_published_models(host) -> None:
         "lfm2-8b-a1b": (8.3, published_shape("lfm2-8b-a1b")),
         "lfm2-24b-a2b": (23.8, published_shape("lfm2-8b-a1b", **wide, layer_types=layers)),
         "lfm2.5-8b-a1b": (8.5, published_shape("lfm2-8b-a1b", vocab_size=128000)),
+        "dots.llm1-142b-a14b": (142.8, published_shape("dots.llm1")),
+        "solar-open-100b": (102.6, published_shape("solar-open-100b")),
+        "k-exaone-236b-a23b": (236.6, published_shape("k-exaone-236b-a23b")),
     }
     for preset, (billions, (config_type, model_type, shape)) in shapes.items():
         reference = dense.without_values(model_type, config_type(**shape))
-        biases = sum(buffer.numel() for name, buffer in reference.named_buffers() if name.endswith("expert_bias"))
+        endings = ("expert_bias", "e_score_correction_bias")
+        biases = sum(buffer.numel() for name, buffer in reference.named_buffers() if name.endswith(endings))
         ours = dense.parameter_count(dense.build_preset(host, preset))
         assert ours == reference.num_parameters() + biases, preset
         assert ours / 1e9 == pytest.approx(billions, abs=0.06), preset

@@ -234,6 +234,12 @@ MODELS: dict[str, dict[str, Any]] = {
         "rope_ntk_alpha": 50.0,
         "moe": {**MOE, "moe_shared_expert_intermediate_size": 96},
     },
+    "dots1": {
+        "family": "dots1",
+        **SHAPE,
+        "ffn_hidden_size": 96,
+        "moe": {**BIASED, "moe_router_topk_scaling_factor": 2.5},
+    },
     "lfm2moe": {
         "family": "lfm2",
         **GROUPED,

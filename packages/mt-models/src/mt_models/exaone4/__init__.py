@@ -1,11 +1,11 @@
-"""EXAONE 4: norms of what is added, windows with positions and global layers without."""
+"""EXAONE 4: norms of what is added, windows with positions and global layers without; K-EXAONE: with experts."""
 
 from mt_core.kinds import Lazy
 from mt_core.specs import ModelSpec
 
 SPEC = ModelSpec(
     name="exaone4",
-    doc="EXAONE 4: norms behind attention and feed-forward, global layers without positions",
+    doc="EXAONE 4: norms behind blocks, global layers without positions; K-EXAONE: norms before them, experts",
     config_type=Lazy("mt_models.exaone4.config:Exaone4Config"),
     build=Lazy("mt_models.blocks.decoder:build_rotary_decoder"),
     check=Lazy("mt_models.blocks.config:check_decoder"),

@@ -10,7 +10,7 @@ from mt_models.blocks.config import RMSNormDecoderConfig
 
 
 class Exaone4Config(RMSNormDecoderConfig):
-    """EXAONE 4.0 (LG AI Research, 2025)."""
+    """EXAONE 4.0, and with experts K-EXAONE (LG AI Research, 2025)."""
 
     sliding_window: PositiveInt | None = None
     """In layers with a window a position sees itself and the sliding_window - 1 before it, and those without have no
@@ -26,7 +26,8 @@ class Exaone4Config(RMSNormDecoderConfig):
 
     @property
     def norms_of_branches(self) -> bool:
-        return True
+        # K-EXAONE has its norms before attention and experts.
+        return self.moe is None
 
     @property
     def add_qkv_bias(self) -> bool:
@@ -61,9 +62,33 @@ def _exaone(layers: int, hidden: int, heads: int, ffn: int, positions: int, **ke
     }
 
 
+K_EXAONE: dict[str, Any] = {
+    "num_layers": 48,
+    "hidden_size": 6144,
+    "num_attention_heads": 64,
+    "num_query_groups": 8,
+    "kv_channels": 128,
+    "ffn_hidden_size": 18432,
+    "vocab_size": 153600,
+    "norm_epsilon": 1e-5,
+    "max_position_embeddings": 262144,
+    "rotary_base": 1000000.0,
+    "sliding_window": 128,
+    "moe": {
+        "num_experts": 128,
+        "moe_router_topk": 8,
+        "moe_router_score_function": "sigmoid",
+        "moe_router_enable_expert_bias": True,
+        "moe_router_topk_scaling_factor": 2.5,
+        "moe_ffn_hidden_size": 2048,
+        "moe_shared_expert_intermediate_size": 2048,
+        "moe_layer_freq": "([0]*1+[1]*47)",
+    },
+}
 PRESETS: dict[str, dict[str, Any]] = {
     "exaone-4.0-1.2b": _exaone(30, 2048, 32, 4096, 65536, untie_embeddings_and_output_weights=False),
     "exaone-4.0-32b": _exaone(64, 5120, 40, 27392, 131072, sliding_window=4096),
+    "k-exaone-236b-a23b": {"model": K_EXAONE, "data": {"seq_length": 4096}},
 }
 
 

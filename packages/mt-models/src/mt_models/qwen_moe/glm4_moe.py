@@ -28,7 +28,7 @@ from mt_models.blocks.hugging_face_moe import (
     require_normalized,
     shared_experts,
 )
-from mt_models.blocks.moe import ANY, MoEOptions, frequency_of
+from mt_models.blocks.moe import ANY, MoEConfigLike, MoEOptions, frequency_of
 from mt_models.hugging_face import IGNORED, NOT_A_CHOICE
 from mt_models.qwen_moe.config import QwenMoeConfig
 
@@ -77,24 +77,31 @@ def import_moe(external: Mapping[str, Any]) -> dict[str, Any]:
 
 def export_extra(model: Mapping[str, Any]) -> dict[str, Any]:
     config = QwenMoeConfig.model_validate(model)
-    moe = MoEOptions(config)
-    scores = group_scores(moe, 2)
-    moe.require(KIND, **EXPRESSED, moe_router_score_function=("sigmoid",), moe_router_group_score_topk=scores)
     return {
         **export_shape(config),
         **export_rope(config),
-        **export_bias(moe),
+        **export_moe(config, KIND),
         "partial_rotary_factor": config.rotary_percent,
-        "first_k_dense_replace": first_dense(moe, KIND),
+        "num_nextn_predict_layers": 0,
+    }
+
+
+def export_moe(config: MoEConfigLike, kind: str) -> dict[str, Any]:
+    """The way back of import_moe. Raises ConfigError for experts that a Hugging Face `kind` has not."""
+    moe = MoEOptions(config)
+    scores = group_scores(moe, 2)
+    moe.require(kind, **EXPRESSED, moe_router_score_function=("sigmoid",), moe_router_group_score_topk=scores)
+    return {
+        **export_bias(moe),
+        "first_k_dense_replace": first_dense(moe, kind),
         "n_routed_experts": moe.num_experts,
-        "n_shared_experts": shared_experts(moe, KIND),
+        "n_shared_experts": shared_experts(moe, kind),
         "num_experts_per_tok": moe.topk,
         "moe_intermediate_size": moe.ffn_size,
         "norm_topk_prob": moe.topk > 1,
         "routed_scaling_factor": moe["moe_router_topk_scaling_factor"] or 1.0,
         "n_group": moe["moe_router_num_groups"] or 1,
         "topk_group": moe["moe_router_group_topk"] or 1,
-        "num_nextn_predict_layers": 0,
     }
 
 
