@@ -183,7 +183,8 @@ class Sweep:
         vocabulary = external.get("vocab_size", external.get("text_config", {}).get("vocab_size"))
         side = external.get("image_size", external.get("vision_config", {}).get("image_size"))
         inputs = sweep_inputs(self.case)
-        if case_has_square_images(self.case) and isinstance(side, int) and 0 < side != inputs["pixel_values"].shape[-1]:
+        square = "pixel_values" in inputs and case_has_square_images(self.case)
+        if square and isinstance(side, int) and 0 < side != inputs["pixel_values"].shape[-1]:
             images = torch.randn(*inputs["pixel_values"].shape[:-2], side, side, generator=torch.manual_seed(3))
             inputs["pixel_values"] = images
         # Without id 0, which pads in some cases. A vocabulary of it alone has no other.

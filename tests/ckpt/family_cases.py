@@ -114,6 +114,7 @@ AUTO = {
     "Qwen3_5ForConditionalGeneration": "AutoModelForImageTextToText",
     "Gemma4ForConditionalGeneration": "AutoModelForImageTextToText",
     "Mistral3ForConditionalGeneration": "AutoModelForImageTextToText",
+    "MistralLarge4ForConditionalGeneration": "AutoModelForImageTextToText",
     "Kimi_K25ForConditionalGeneration": "AutoModelForImageTextToText",
     "MuseGlimmerForConditionalGeneration": "AutoModelForImageTextToText",
     "Qwen3_5MoeForConditionalGeneration": "AutoModelForImageTextToText",
@@ -270,6 +271,25 @@ def muse_glimmer(**text_keys: Any) -> Case:
     unused = tuple(f"model.{part}." for part in ("vision_tower", "vision_adapter", "vision_projection"))
     model = "MuseGlimmerForConditionalGeneration"
     return Case("muse_glimmer", model, "MuseGlimmerConfig", keys, parts=parts, unused=unused)
+
+
+def mistral_large4() -> Case:
+    """Without the tower, which this family leaves out."""
+    keys = {key: value for key, value in LATENT.items() if key not in ("first_k_dense_replace", "q_lora_rank")}
+    keys |= {"num_hidden_layers": 4, "index_topk": 5, "index_n_heads": 13, "index_head_dim": 8}
+    keys |= {"no_rope_layers": [1, 0, 1, 0], "kv_source_layers": [0, 1, 0, 3], "final_logit_softcapping": 5.0}
+    keys |= dict.fromkeys(("bos_token_id", "eos_token_id", "pad_token_id"))
+    vision = {
+        "hidden_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2, "intermediate_size": 12, "patch_size": 2,
+        "image_size": 8,
+    }  # fmt: skip
+    parts = {
+        "vision_config": ("PixtralVisionConfig", vision),
+        "text_config": ("MistralLarge4TextConfig", keys),
+    }
+    tower = ("vision_encoder.", "model.vision_tower.", "model.multi_modal_projector.")
+    model = "MistralLarge4ForConditionalGeneration"
+    return Case("mistral_large4", model, "MistralLarge4Config", {}, parts=parts, unused=tower)
 
 
 def kimi_k25(**text_keys: Any) -> Case:
@@ -668,6 +688,31 @@ CASES: dict[str, Case] = {
         "JambaConfig",
         {**MOE, "num_experts": 4, "attn_layer_period": 2, "attn_layer_offset": 1, "mamba_d_state": 6},
     ),
+    "mistral_large4": mistral_large4(),
+    "longcat_flash": Case(
+        "longcat_flash",
+        "LongcatFlashForCausalLM",
+        "LongcatFlashConfig",
+        {
+            "vocab_size": VOCAB,
+            "hidden_size": 32,
+            "num_layers": 2,
+            "num_attention_heads": 4,
+            "ffn_hidden_size": 48,
+            "expert_ffn_hidden_size": 12,
+            "n_routed_experts": 4,
+            "zero_expert_num": 2,
+            "moe_topk": 3,
+            "q_lora_rank": 14,
+            "kv_lora_rank": 10,
+            "qk_nope_head_dim": 12,
+            "qk_rope_head_dim": 6,
+            "head_dim": 6,
+            "v_head_dim": 8,
+            "max_position_embeddings": 64,
+            **dict.fromkeys(("bos_token_id", "eos_token_id", "pad_token_id")),
+        },
+    ),
     "bert": Case("bert", "BertForPreTraining", "BertConfig", ENCODER),
     "megatron-bert": Case("bert", "MegatronBertForPreTraining", "MegatronBertConfig", ENCODER),
     "modernbert": Case(
@@ -762,10 +807,9 @@ def make_model(case: Case) -> nn.Module:
 
 
 def trained_buffers(model: nn.Module) -> list[Tensor]:
-    """Weights that no gradient changes: DeepSeek-V3's biases of experts."""
-    return [
-        buffer for name, buffer in model.named_buffers() if name.endswith(("e_score_correction_bias", "expert_bias"))
-    ]
+    """Weights that no gradient changes: DeepSeek-V3's biases of experts, Mistral Large 4's factors of frequencies."""
+    trained = ("e_score_correction_bias", "expert_bias", "rotary_emb.alpha")
+    return [buffer for name, buffer in model.named_buffers() if name.endswith(trained)]
 
 
 def inputs_of(case: Case) -> dict[str, Tensor]:

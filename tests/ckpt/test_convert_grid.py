@@ -131,6 +131,8 @@ CASES: dict[str, dict[str, Any]] = {
         **FOUR_LAYERS["mistral4"],
         "moe": {**FOUR_LAYERS["mistral4"]["moe"], "moe_layer_freq": "([0]*1+[1]*3)"},
     },
+    "mistral_large4": {**FOUR_LAYERS["mistral_large4"], "kv_source_layers": None},
+    "longcat_flash": FOUR_LAYERS["longcat_flash"],
     "bert": MODELS["bert"],
     "bert_no_heads": MODELS["bert_no_heads"],
     "modernbert": FOUR_LAYERS["modernbert"],
@@ -206,6 +208,7 @@ NO_MEGATRON = {
     *("nemotron_3", "granite_hybrid", "falcon_h1", "mistral4", "jamba", "mistral3", "kimi_k25", "minimax_m3"),
     *("hy_v3", "muse_glimmer", "qwen4_exp"),
     *("ernie4_5_moe", "hunyuan_v1_moe", "lfm2_moe", "dots1", "solar_open", "exaone_moe"),
+    *("mistral_large4", "longcat_flash"),
     *(name for name in CASES if name.endswith(("_classification", "_multiple_choice"))),
 }
 UNABLE = {

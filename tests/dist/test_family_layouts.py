@@ -79,15 +79,19 @@ FAMILIES: dict[str, dict[str, Any]] = {
         "falcon_h1",
         "deepseek_v4",
         "mistral4",
+        "mistral_large4",
+        "longcat_flash",
         "jamba",
         "rwkv7",
         "lfm3",
         "afmoe",
     )
 }
-ON_DEMAND = ("lfm3", "afmoe")
+UNSHARED = "mistral_large4 without shared latents"
+ON_DEMAND = ("lfm3", "afmoe", "longcat_flash", "mistral_large4", UNSHARED)
 """Families all of whose layouts are exhaustive: what these divide is divided in families above too."""
 ROTARY_GPT = {"position_embedding_type": "rope", "normalization": "RMSNorm", "add_bias_linear": False}
+FAMILIES[UNSHARED] = {**FAMILIES["mistral_large4"], "kv_source_layers": None}
 FAMILIES["minimax_m2"] = {**FAMILIES["minimax_m2"], "moe": {**FAMILIES["minimax_m2"]["moe"], "num_experts": 6}}
 FAMILIES["phi3 within its first factors"] = {**FAMILIES["phi3"], **SHORT}
 FAMILIES["olmo2"] = {"family": "olmo", **GROUPED, "vocab_size": 263}
@@ -111,13 +115,15 @@ FAMILIES["deepseek_v32 in warm-up"] = {
 }
 REFUSED = {("phi3", "cp"), ("gemma4", "pp"), ("qwen_next that predicts", "cp"), ("nemotron_3", "cp")}
 REFUSED |= {("jamba", "cp"), ("rwkv7", "cp"), ("gpt that predicts", "cp")}
+# Layers of the second stage would read latents of the first.
+REFUSED |= {("mistral_large4", "pp")}
 # Gradients of decay rates are sums over positions that nearly cancel, and the order of sums over ranks shows in their
 # fifth digit: tests/models/test_moe_layouts.py has these layouts, and compares by the rounding that is to be expected.
 REFUSED |= {("qwen_next", "tp-sp"), ("qwen_next that predicts", "tp-sp")}
 # Gradients of an indexer's norm nearly cancel, too, since a shift of all scores changes nothing.
 REFUSED |= {("deepseek_v32 that learns", "tp-sp")}
 # A choice is among the keys of the whole sequence.
-CHOOSING = ("qwen4_exp", "deepseek_v32", "deepseek_v4", "glm_5", "minimax_m3")
+CHOOSING = ("qwen4_exp", "deepseek_v32", "deepseek_v4", "glm_5", "minimax_m3", "mistral_large4")
 REFUSED |= {(name, "cp") for name in FAMILIES if name.startswith(CHOOSING)}
 ELSEWHERE = {("deepseek_v4", "pp"), ("deepseek_v4", "ep")}
 """In tests/models/test_moe_layouts.py too, with losses of indexers and multi-token prediction."""

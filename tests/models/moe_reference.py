@@ -34,6 +34,8 @@ MOE_MODELS = (
     "kimi_linear",
     "hybrid",
     "mistral4",
+    "mistral_large4",
+    "longcat_flash",
     "jamba",
     "gpt_oss",
     "granite_moe",

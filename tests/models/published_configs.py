@@ -1020,6 +1020,61 @@ JAMBA_MINI = {
     "use_mamba_kernels": True, "vocab_size": 65536,
 }  # fmt: skip
 
+MISTRAL_LARGE_3_TEXT = {
+    "first_k_dense_replace": 3, "head_dim": 192, "hidden_act": "silu", "hidden_size": 7168, "intermediate_size": 16384,
+    "kv_lora_rank": 512, "max_position_embeddings": 294912, "model_type": "mistral4", "moe_intermediate_size": 4096,
+    "n_group": 1, "n_routed_experts": 128, "n_shared_experts": 1, "norm_topk_prob": True, "num_attention_heads": 128,
+    "num_experts_per_tok": 4, "num_hidden_layers": 61, "num_key_value_heads": 128, "q_lora_rank": 1536,
+    "qk_nope_head_dim": 128, "qk_rope_head_dim": 64, "rms_norm_eps": 1e-06, "rope_interleave": True,
+    "rope_parameters": {
+        "attention_factor": 1.0, "beta_fast": 32.0, "beta_slow": 1.0, "factor": 36.0, "llama_4_scaling_beta": 0.1,
+        "original_max_position_embeddings": 8192, "rope_theta": 10000.0, "rope_type": "yarn",
+    },
+    "routed_scaling_factor": 1.0, "tie_word_embeddings": False, "topk_group": 1, "v_head_dim": 128,
+    "vocab_size": 131072,
+}  # fmt: skip
+"""The published params.json, in the words of transformers' Mistral 4."""
+MISTRAL_LARGE_4 = {
+    "architectures": ["MistralLarge4ForConditionalGeneration"], "image_token_index": 10,
+    "model_type": "mistral_large4", "multimodal_projector_bias": False, "projector_hidden_act": "gelu",
+    "spatial_merge_size": 2,
+    "text_config": {
+        "attention_bias": False, "attention_dropout": 0.0, "bos_token_id": 1, "eos_token_id": 2,
+        "final_logit_softcapping": 30.0, "first_k_dense_replace": 1, "head_dim": 64, "hidden_act": "silu",
+        "hidden_size": 6144, "index_head_dim": 128, "index_n_heads": 32, "index_topk": 2048,
+        "indexer_types": ["full"] * 72, "initializer_range": 0.02, "intermediate_size": 24576, "kv_lora_rank": 512,
+        "kv_source_layers": list(range(72)), "layer_types": ["indexed_attention"] * 72,
+        "max_position_embeddings": 1048576, "mlp_layer_types": ["dense"] + ["sparse"] * 71,
+        "model_type": "mistral_large4_text", "moe_intermediate_size": 6144, "n_group": 1, "n_routed_experts": 128,
+        "n_shared_experts": 1, "no_rope_layers": [1, 1, 1, 0] * 18, "num_attention_heads": 64,
+        "num_experts_per_tok": 4, "num_hidden_layers": 72, "num_key_value_heads": 64, "qk_head_dim": 128,
+        "qk_nope_head_dim": 64, "qk_rope_head_dim": 64, "rms_norm_eps": 1e-05,
+        "rope_parameters": {
+            "attention_factor": 1.0, "beta_fast": 32.0, "beta_slow": 1.0, "factor": 2048.0,
+            "original_max_position_embeddings": 512, "rope_theta": 10000.0, "rope_type": "yarn",
+        },
+        "routed_scaling_factor": 1.0, "topk_group": 1, "use_cache": True, "v_head_dim": 128, "vocab_size": 204800,
+    },
+    "tie_word_embeddings": False,
+    "vision_config": {
+        "hidden_act": "silu", "hidden_size": 2048, "image_size": 1540, "intermediate_size": 6144,
+        "model_type": "pixtral", "num_attention_heads": 16, "num_hidden_layers": 30, "patch_size": 14,
+    },
+    "vision_feature_layer": -1,
+}  # fmt: skip
+"""The defaults of transformers' class, which are those of the checkpoint."""
+
+LONGCAT_FLASH = {
+    "architectures": ["LongcatFlashForCausalLM"], "attention_bias": False, "attention_dropout": 0.0,
+    "attention_method": "MLA", "bos_token_id": 1, "eos_token_id": 2, "expert_ffn_hidden_size": 2048,
+    "ffn_hidden_size": 12288, "hidden_size": 6144, "kv_lora_rank": 512, "max_position_embeddings": 131072,
+    "mla_scale_kv_lora": True, "mla_scale_q_lora": True, "model_type": "longcat_flash", "moe_topk": 12,
+    "n_routed_experts": 512, "num_attention_heads": 64, "num_layers": 28, "q_lora_rank": 1536, "qk_nope_head_dim": 128,
+    "qk_rope_head_dim": 64, "rms_norm_eps": 1e-05, "rope_theta": 10000000.0, "routed_scaling_factor": 6.0,
+    "torch_dtype": "bfloat16", "use_cache": True, "v_head_dim": 128, "vocab_size": 131072, "zero_expert_num": 256,
+    "zero_expert_type": "identity",
+}  # fmt: skip
+
 PUBLISHED: dict[str, tuple[str, dict[str, Any]]] = {
     "gpt2": ("gpt", GPT2),
     "gpt2-medium": ("gpt", GPT2_MEDIUM),
@@ -1083,6 +1138,9 @@ PUBLISHED: dict[str, tuple[str, dict[str, Any]]] = {
     "jamba-mini": ("jamba", JAMBA_MINI),
     "mistral-small-4 (text)": ("mistral4", MISTRAL_SMALL_4_TEXT),
     "rwkv7-1.5b-world": ("rwkv7", RWKV7_15B_WORLD),
+    "mistral-large-3 (text)": ("mistral4", MISTRAL_LARGE_3_TEXT),
+    "longcat-flash-chat": ("longcat_flash", LONGCAT_FLASH),
+    "mistral-large-4": ("mistral_large4", MISTRAL_LARGE_4),
     "bert-base-uncased": ("bert", BERT_BASE_UNCASED),
     "bert-base-chinese": ("bert", BERT_BASE_CHINESE),
     "chinese-bert-wwm": ("bert", CHINESE_BERT_WWM),

@@ -7,6 +7,7 @@ import torch
 from tests.infer.decoding import cached_logits
 from tests.models import decoder_reference as dense
 from tests.models import moe_reference as ref
+from tests.models.published_configs import MISTRAL_LARGE_3_TEXT
 from torch import nn
 
 from mt_core.errors import ConfigError
@@ -108,10 +109,21 @@ def test_the_decoder_is_read_beside_an_image_tower(host, randomize) -> None:
 
 
 @pytest.mark.slow
-def test_the_preset_has_the_size_of_the_published_model(host) -> None:
-    shapes = {"mistral-small-4-119b": (transformers.Mistral4Config, transformers.Mistral4ForCausalLM, {})}
+def test_presets_have_the_sizes_of_the_published_models(host) -> None:
+    classes = transformers.Mistral4Config, transformers.Mistral4ForCausalLM
+    large = {key: value for key, value in MISTRAL_LARGE_3_TEXT.items() if key != "model_type"}
+    shapes = {"mistral-small-4-119b": (*classes, {}), "mistral-large-3-675b": (*classes, large)}
     ref.assert_presets_match(host, "mistral4", shapes)
     assert dense.parameter_count(dense.build_preset(host, "mistral-small-4-119b")) / 1e9 == pytest.approx(119, abs=0.6)
+    # The image tower of 2.5 billion is left out.
+    large = dense.parameter_count(dense.build_preset(host, "mistral-large-3-675b"))
+    assert large / 1e9 == pytest.approx(675 - 2.5, abs=1)
+
+
+def test_the_preset_of_mistral_large_3_is_what_its_configuration_says(host) -> None:
+    read = HUGGING_FACE.read_config(MISTRAL_LARGE_3_TEXT)
+    preset = dense.build_preset(host, "mistral-large-3-675b").config
+    assert preset.model_dump() == type(preset).model_validate(read).model_dump()
 
 
 @pytest.mark.parametrize(

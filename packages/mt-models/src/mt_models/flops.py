@@ -161,21 +161,26 @@ def moe_flops(config: MoEFlopConfigLike) -> float:
     hidden, latent = config.hidden_size, moe["moe_latent_size"]
     width = latent or hidden
     # With a latent the experts are `latent` wide, between a down and an up projection that all experts share.
-    experts = 2 * matrices * width * moe.ffn_size * moe.topk + (4 * hidden * latent if latent else 0)
+    experts = 2 * matrices * width * moe.ffn_size * active_experts(moe) + (4 * hidden * latent if latent else 0)
     shared = 2 * matrices * hidden * (moe.shared_size or 0)
     # The router has a row for each expert, whether chosen or not; the gate of the shared expert is one row.
-    gates = 2 * hidden * (moe.num_experts + bool(moe["moe_shared_expert_gate"]))
+    gates = 2 * hidden * (moe.num_experts + moe["moe_num_zero_experts"] + bool(moe["moe_shared_expert_gate"]))
     dense = 2 * matrices * hidden * config.ffn_size
     sparse_layers = sum(moe.layers)
     total = sparse_layers * (experts + shared + gates) + (config.num_layers - sparse_layers) * dense
     return total / config.num_layers
 
 
+def active_experts(moe: MoEOptions) -> float:
+    """Experts of a token that have matrices, on average where choices are even: others return the token as it is."""
+    return moe.topk * moe.num_experts / (moe.num_experts + moe["moe_num_zero_experts"])
+
+
 def inactive_parameters(config: MoEFlopConfigLike) -> int:
     """Weights of the experts that a token does not use: total parameters minus these are the active ones."""
     moe, matrices = MoEOptions(config), feed_forward_matrices(config.activation)
     width = moe["moe_latent_size"] or config.hidden_size
-    return sum(moe.layers) * (moe.num_experts - moe.topk) * matrices * width * moe.ffn_size
+    return round(sum(moe.layers) * (moe.num_experts - active_experts(moe)) * matrices * width * moe.ffn_size)
 
 
 def training_flops(config: Config) -> float:

@@ -114,11 +114,13 @@ def _refuse_unused(moe: MoeConfig) -> None:
 
 
 def check_router(moe: MoeConfig) -> None:
-    if moe.moe_router_topk > moe.num_experts:
+    if moe.moe_router_topk > moe.num_scored:
+        further = f" and {PREFIX}.moe_num_zero_experts={moe.moe_num_zero_experts}" if moe.moe_num_zero_experts else ""
         raise ConfigError(
-            f"{PREFIX}.moe_router_topk={moe.moe_router_topk} is above {PREFIX}.num_experts={moe.num_experts}; "
-            f"a token can have 1 to {moe.num_experts} experts"
+            f"{PREFIX}.moe_router_topk={moe.moe_router_topk} is above {PREFIX}.num_experts={moe.num_experts}{further}; "
+            f"a token can have 1 to {moe.num_scored} experts"
         )
+    _check_zero_experts(moe)
     after_softmax = moe.moe_router_score_function == "softmax" and not moe.moe_router_pre_softmax
     if moe.moe_router_topk == 1 and after_softmax and not moe.uses_sinkhorn:
         raise ConfigError(
@@ -147,6 +149,27 @@ def check_router(moe: MoeConfig) -> None:
     if chosen_otherwise and moe.moe_router_num_groups is not None:
         key = "moe_router_force_load_balancing" if moe.moe_router_force_load_balancing else "moe_router_random_seed"
         raise ConfigError(f"{PREFIX}.{key} chooses experts without groups; remove {PREFIX}.moe_router_num_groups")
+
+
+def _check_zero_experts(moe: MoeConfig) -> None:
+    """Raise ConfigError for what experts that return the token cannot be combined with."""
+    if not moe.moe_num_zero_experts:
+        return
+    given = f"{PREFIX}.moe_num_zero_experts={moe.moe_num_zero_experts}"
+    excluded = (
+        "moe_router_num_groups", "moe_expert_capacity_factor", "moe_router_hash_layers", "moe_latent_size",
+        "moe_apply_probs_on_input",
+    )  # fmt: skip
+    for key in excluded:
+        if value := getattr(moe, key):
+            raise ConfigError(f"{given} cannot be combined with {PREFIX}.{key}={value}; leave one of the two out")
+    if moe.uses_sinkhorn:
+        raise ConfigError(f"{given} cannot be combined with {PREFIX}.moe_router_load_balancing_type=['sinkhorn']")
+    if moe.moe_token_dispatcher_type == "flex":
+        raise ConfigError(
+            f"{given} cannot be combined with {PREFIX}.moe_token_dispatcher_type=flex, whose buffers have a column for "
+            "each expert with matrices; use alltoall or allgather"
+        )
 
 
 def _check_groups(moe: MoeConfig) -> None:

@@ -33,6 +33,9 @@ class MoeConfig(Section):
     """How the experts' matrices are multiplied: one product after another (loop), torch's grouped_mm (grouped) or a
     Triton kernel (triton), which alone permutes rows itself. `auto` takes triton on GPUs of compute capability 8.0 and
     later, and loop on a CPU; without Triton grouped where it is one kernel (bf16 on Hopper and Blackwell)."""
+    moe_num_zero_experts: NonNegativeInt = 0
+    """So many further experts return the token as it is, times its weight, which costs nothing (LongCat-Flash). The
+    router scores them behind the others."""
     moe_latent_size: PositiveInt | None = None
     """Experts work on tokens projected to this width, and their sum is projected back."""
 
@@ -122,6 +125,11 @@ class MoeConfig(Section):
         given = self.moe_aux_loss_coeff
         coefficients = given if given is not None else [DEFAULT_COEFFICIENT] * len(self.loss_types)
         return dict(zip(self.loss_types, coefficients, strict=True))
+
+    @property
+    def num_scored(self) -> int:
+        """Experts that the router chooses among: those with matrices, and those that return the token."""
+        return self.num_experts + self.moe_num_zero_experts
 
     @property
     def uses_sinkhorn(self) -> bool:

@@ -172,6 +172,8 @@ class MoeLayer(nn.Module):
         combined = self.dispatcher.combine(output, dispatched.state)
         if self.fc2_latent_proj is not None:
             combined = self.fc2_latent_proj(combined)
+        if routing.identity is not None:
+            combined = combined + (tokens * routing.identity[:, None]).to(combined.dtype)
         routed = join_tokens(combined, x, self.ctx)
         return routed if shared is None else routed + shared
 

@@ -27,6 +27,8 @@ class Routing:
     outputs; differentiable. kept: [T, k] bool, False where the token was dropped by capacity; None: nothing dropped.
     padded_to: rows that every expert gets from this rank, padded with zeros; None: no padding. training: of a
     micro-batch that is trained on. counts: [E] int64, choices of each expert, dropped ones too; None: not counted.
+    identity: [T], what a token itself counts, the weights of its experts that return it; None: there are none. Among
+    experts these are numbers from E on, and dropped.
     """
 
     experts: Tensor
@@ -36,6 +38,7 @@ class Routing:
     padded_to: int | None = None
     training: bool = False
     counts: Tensor | None = None
+    identity: Tensor | None = None
 
     @property
     def topk(self) -> int:

@@ -66,11 +66,15 @@ class IndexerInputs:
 
 
 class Indexer(nn.Module):
-    """Chooses keys. Its parameters have Megatron's names."""
+    """Chooses keys. Its parameters have Megatron's names.
 
-    def __init__(self, config: IndexerConfigLike, ctx: ParallelContext) -> None:
+    query_size: channels of what its queries come from; default: those of the latent of attention's queries.
+    """
+
+    def __init__(self, config: IndexerConfigLike, ctx: ParallelContext, query_size: int | None = None) -> None:
         super().__init__()
-        assert config.q_lora_rank is not None  # required by the configuration of the family
+        query_size = query_size or config.q_lora_rank
+        assert query_size is not None  # required by the configuration of the family
         self.ctx, self.topk = ctx, config.dsa_indexer_topk
         self.heads, self.size = config.dsa_indexer_n_heads, config.dsa_indexer_head_dim
         self.interleaved = config.dsa_indexer_rope_interleaved
@@ -79,23 +83,29 @@ class Indexer(nn.Module):
         def linear(inputs: int, outputs: int) -> ReplicatedLinear:
             return ReplicatedLinear(inputs, outputs, ctx, init=init, bias=False, on_sequence=True)
 
-        self.linear_wq_b = linear(config.q_lora_rank, self.heads * self.size)
+        self.linear_wq_b = linear(query_size, self.heads * self.size)
         self.linear_wk = linear(config.hidden_size, self.size)
         self.k_norm = build_norm("LayerNorm", self.size, config.dsa_indexer_k_norm_epsilon, ctx)
         self.linear_weights_proj = linear(config.hidden_size, self.heads)
 
     def project(self, x: Tensor, source: Tensor, angles: RotaryAngles) -> IndexerInputs:
-        """x [B, S, hidden], the input of attention; source [B, S, C], the normalized latent of its queries."""
-        cos, sin = self._own(angles.cos), self._own(angles.sin)
-        queries = self.linear_wq_b(source).unflatten(-1, (self.heads, self.size))
+        """x [B, S, hidden], the input of attention; source [B, S, C], what its queries come from."""
         keys = self.k_norm(self.linear_wk(x)).unsqueeze(2)
         # In fp32 whatever the dtype of the model, as in the published code: the weights order near-equal keys.
         weights = F.linear(x.float(), effective_weight(self.linear_weights_proj).float()) * self.heads**-0.5
-        return IndexerInputs(
-            rotate(queries, cos, sin, self.interleaved), weights, rotate(keys, cos, sin, self.interleaved).squeeze(2)
-        )
+        queries = self.rotated(self.query_heads(source, angles), angles)
+        return IndexerInputs(queries, weights, self.rotated(keys, angles).squeeze(2))
 
-    def _own(self, values: Tensor) -> Tensor:
+    def query_heads(self, source: Tensor, angles: RotaryAngles) -> Tensor:
+        """[B, S, C] -> [B, S, H, D], before their rotation. angles: of all positions."""
+        queries: Tensor = self.linear_wq_b(source)
+        return queries.unflatten(-1, (self.heads, self.size))
+
+    def rotated(self, heads: Tensor, angles: RotaryAngles) -> Tensor:
+        """[B, S, N, D] by the angles of this rank's positions."""
+        return rotate(heads, self.own_positions(angles.cos), self.own_positions(angles.sin), self.interleaved)
+
+    def own_positions(self, values: Tensor) -> Tensor:
         """[B, S, ...] of all positions -> of this rank's, under sequence parallelism."""
         tp = self.ctx.tp
         return values.chunk(tp.size, SEQUENCE_DIM)[tp.rank] if self.ctx.sequence_parallel else values

@@ -14,6 +14,7 @@ from mt_core.errors import ConfigError
 
 DEFAULTS: Mapping[str, Any] = {
     "moe_layer_freq": 1,
+    "moe_num_zero_experts": 0,
     "moe_ffn_hidden_size": None,
     "moe_latent_size": None,
     "moe_router_topk": 2,

@@ -36,16 +36,20 @@ class SparseAttentionConfigLike(LatentAttentionConfigLike, IndexerConfigLike, Pr
 @dataclass
 class PassChoices:
     """What the layers of one forward pass share. visible [B or 1, S, T]: which keys a query sees before any are
-    chosen. chosen: of a layer with an indexer, the keys of each query, or None where all are attended to."""
+    chosen. chosen: of a layer with an indexer, the keys of each query, or None where all are attended to. latents: of a
+    layer whose latents others read, what `LatentAttention.latents` gives."""
 
     visible: Tensor | None = None
     chosen: dict[int, Tensor | None] = field(default_factory=dict)
+    latents: dict[int, tuple[Tensor, Tensor]] = field(default_factory=dict)
 
 
 class Choices:
-    """`PassChoices` by forward pass: one object of a model, for all its layers."""
+    """`PassChoices` by forward pass: one object of a model, for all its layers. holders: the layers whose latents
+    others read."""
 
     def __init__(self) -> None:
+        self.holders: dict[int, LatentAttention] = {}
         # The angles are one object for all layers of a pass, also where a layer is recomputed.
         self._of_pass: MutableMapping[RotaryAngles, PassChoices] = WeakKeyDictionary()
 
@@ -82,10 +86,18 @@ class SparseLatentAttention(LatentAttention):
         self.number, self.choices, self.topk = number, choices, config.dsa_indexer_topk
         self.heads, self.dense = config.num_attention_heads, config.dsa_dense_warmup
         self.chooser = config.indexer_of(number)
-        self.core_attention = SparseCore(Indexer(config, ctx) if self.chooser == number else None)
+        self.core_attention = SparseCore(self.build_indexer(config, ctx) if self.chooser == number else None)
         self.coefficient, self.sparse_loss = config.dsa_indexer_loss_coeff, config.dsa_indexer_use_sparse_loss
         learns = self.coefficient > 0 and self.core_attention.indexer is not None
         self.loss = AuxiliaryLoss(f"dsa/layer_{number}/indexer_loss") if learns else None
+
+    def build_indexer(self, config: SparseAttentionConfigLike, ctx: ParallelContext) -> Indexer:
+        return Indexer(config, ctx)
+
+    @property
+    def holder(self) -> LatentAttention:
+        """The layer whose latents are kept for the positions to come, and read here."""
+        return self
 
     def forward(self, x: Tensor, pattern: AttentionPattern, angles: RotaryAngles | None, cache: Cache | None) -> Tensor:
         assert angles is not None
@@ -193,7 +205,7 @@ class SparseLatentAttention(LatentAttention):
                 return self.absorbed(q, latents[:, rows], positional[:, rows], pattern)
             return self.attend_to_latents(q, latents, positional, narrowed(pattern, chosen, keys, q.dtype), cache)
 
-        return cache.attend(self, attend, (q, chosen), (latents, positional), self._attend_paged)
+        return cache.attend(self.holder, attend, (q, chosen), (latents, positional), self._attend_paged)
 
     def _attend_paged(self, pages: Pages, q: Tensor, chosen: Tensor, latents: Tensor, positional: Tensor) -> Tensor:
         """q [1, B, N, plain + rotated], chosen [1, B, K], latents [places, C], positional [places, 1, R] of the whole

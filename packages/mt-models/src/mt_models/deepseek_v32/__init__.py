@@ -14,6 +14,6 @@ SPEC = ModelSpec(
         "hf": Lazy("mt_models.deepseek_v32.hugging_face:HUGGING_FACE"),
         "megatron": Lazy("mt_models.deepseek_v32.megatron:MEGATRON"),
     },
-    shrink=Lazy("mt_models.deepseek_v32.config:shrink_deepseek_v32"),
+    shrink=Lazy("mt_models.deepseek_v32.config:shrink_indexers"),
     training_flops=Lazy("mt_models.deepseek_v32.flops:training_flops"),
 )

@@ -13,20 +13,15 @@ from mt_core.errors import ConfigError
 from mt_models.deepseek.config import DeepseekConfig, check_deepseek, shrink_deepseek
 
 
-class DeepseekV32Config(DeepseekConfig):
-    """DeepSeek-V3.2 (DeepSeek, 2025), GLM-5, 5.1 and 5.2 (Z.ai, 2026)."""
+class IndexedAttentionConfig(DeepseekConfig):
+    """Latent attention over the keys that an indexer chooses."""
 
-    q_lora_rank: PositiveInt = 1536
-    """Channels of the latent of the queries, from which the queries of the indexer come, too."""
     dsa_indexer_n_heads: PositiveInt = 64
     """Query heads of the indexer; they share one key."""
     dsa_indexer_head_dim: PositiveInt = 128
     """Channels of a query and key head of the indexer, of which the first qk_pos_emb_head_dim are rotated."""
     dsa_indexer_topk: PositiveInt = 2048
     """Keys that a query attends to: those with the highest scores of the indexer."""
-    dsa_indexer_rope_interleaved: bool = False
-    """The indexer rotates adjacent channels together (GLM-5), as attention does; otherwise channels of the two halves
-    (DeepSeek-V3.2)."""
     dsa_indexer_k_norm_epsilon: Annotated[float, Field(ge=0)] = 1e-6
     """Added to the variance in the LayerNorm of the indexer's keys."""
     dsa_indexer_topk_freq: PositiveInt = 1
@@ -52,10 +47,25 @@ class DeepseekV32Config(DeepseekConfig):
         return layer - (number - offset) % self.dsa_indexer_topk_freq
 
 
+class DeepseekV32Config(IndexedAttentionConfig):
+    """DeepSeek-V3.2 (DeepSeek, 2025), GLM-5, 5.1 and 5.2 (Z.ai, 2026)."""
+
+    q_lora_rank: PositiveInt = 1536
+    """Channels of the latent of the queries, from which the queries of the indexer come, too."""
+    dsa_indexer_rope_interleaved: bool = False
+    """The indexer rotates adjacent channels together (GLM-5), as attention does; otherwise channels of the two halves
+    (DeepSeek-V3.2)."""
+
+
 def check_deepseek_v32(config: Config) -> None:
     check_deepseek(config)
     model = config.model
     assert isinstance(model, DeepseekV32Config)
+    check_indexers(config, model)
+
+
+def check_indexers(config: Config, model: IndexedAttentionConfig) -> None:
+    """Raise ConfigError for indexers and layouts that do not fit together."""
     if model.qk_pos_emb_head_dim > model.dsa_indexer_head_dim:
         raise ConfigError(
             f"model.dsa_indexer_head_dim={model.dsa_indexer_head_dim} is below the channels that positions rotate "
@@ -65,7 +75,7 @@ def check_deepseek_v32(config: Config) -> None:
     _check_layout(config, model)
 
 
-def _check_loss(model: DeepseekV32Config) -> None:
+def _check_loss(model: IndexedAttentionConfig) -> None:
     if model.dsa_indexer_loss_coeff:
         return
     for key in ("dsa_indexer_use_sparse_loss", "dsa_dense_warmup"):
@@ -73,7 +83,7 @@ def _check_loss(model: DeepseekV32Config) -> None:
             raise ConfigError(f"model.{key}=true would be ignored: set model.dsa_indexer_loss_coeff too")
 
 
-def _check_layout(config: Config, model: DeepseekV32Config) -> None:
+def _check_layout(config: Config, model: IndexedAttentionConfig) -> None:
     if config.parallel.context_parallel_size > 1:
         raise ConfigError(
             f"parallel.context_parallel_size={config.parallel.context_parallel_size} cannot be combined with "
@@ -97,7 +107,7 @@ def _check_layout(config: Config, model: DeepseekV32Config) -> None:
 # -- a small model for checks ------------------------------------------------------------------------
 
 
-def shrink_deepseek_v32(model: Mapping[str, Any], seq_length: int) -> dict[str, Any]:
+def shrink_indexers(model: Mapping[str, Any], seq_length: int) -> dict[str, Any]:
     """Half of the keys are left out at the end of a sequence."""
     return {
         **shrink_deepseek(model, seq_length),

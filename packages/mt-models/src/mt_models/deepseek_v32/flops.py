@@ -8,7 +8,7 @@ from typing import Any
 from mt_core.config.schema import Config
 from mt_models.deepseek.config import DeepseekFlops
 from mt_models.deepseek.config import flops_per_token as dense_flops_per_token
-from mt_models.deepseek_v32.config import DeepseekV32Config
+from mt_models.deepseek_v32.config import IndexedAttentionConfig
 from mt_models.flops import Convention, mean_keys
 
 
@@ -36,7 +36,7 @@ class SparseFlops(DeepseekFlops):
         return 3 * (self.forward - self.indexer + self.prediction) + (3 if self.learns else 1) * indexers
 
 
-def flops_per_token(config: DeepseekV32Config, seq_length: int, *, convention: Convention = "seen") -> SparseFlops:
+def flops_per_token(config: IndexedAttentionConfig, seq_length: int, *, convention: Convention = "seen") -> SparseFlops:
     """The mean over the tokens of a sequence of `seq_length`. Raises ConfigError when the vocabulary is unknown."""
     dense = dense_flops_per_token(config, seq_length, convention=convention)
     full = mean_keys(seq_length, None, convention)
@@ -58,14 +58,14 @@ def flops_per_token(config: DeepseekV32Config, seq_length: int, *, convention: C
     )
 
 
-def _learns(config: DeepseekV32Config) -> bool:
+def _learns(config: IndexedAttentionConfig) -> bool:
     return config.dsa_indexer_loss_coeff > 0
 
 
-def indexer_flops(config: DeepseekV32Config, keys: float) -> float:
+def indexer_flops(config: IndexedAttentionConfig, keys: float) -> float:
     """Forward FLOPs of one indexer for each token: its projections, products with so many keys, and their sum."""
     heads, size, hidden = config.dsa_indexer_n_heads, config.dsa_indexer_head_dim, config.hidden_size
-    projections = config.q_lora_rank * heads * size + hidden * (size + heads)
+    projections = (config.q_lora_rank or hidden) * heads * size + hidden * (size + heads)
     return 2.0 * (projections + keys * heads * (size + 1))
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
+from typing import Any
 
 from mt_core.errors import ConfigError
 from mt_core.nn.build_context import ModelBuildContext
@@ -11,7 +12,7 @@ from mt_models.blocks.decoder import freeze
 from mt_models.blocks.predicting_decoder import PredictingDecoder
 from mt_models.blocks.sparse_latent_attention import Choices, SparseLatentAttention
 from mt_models.blocks.transformer import TransformerLayer
-from mt_models.deepseek_v32.config import DeepseekV32Config
+from mt_models.deepseek_v32.config import DeepseekV32Config, IndexedAttentionConfig
 
 
 class DeepseekV32Model(PredictingDecoder):
@@ -32,8 +33,13 @@ class DeepseekV32Model(PredictingDecoder):
 
 
 def sparse_layer(
-    config: DeepseekV32Config, context: ModelBuildContext, number: int, choices: Choices
+    config: Any,
+    context: ModelBuildContext,
+    number: int,
+    choices: Choices,
+    attention_type: type[SparseLatentAttention] = SparseLatentAttention,
 ) -> TransformerLayer:
+    """config: an `IndexedAttentionConfig` of the family whose attention is `attention_type`."""
     ctx = context.parallel
     core = context.attention(
         config.attention_backend,
@@ -45,14 +51,14 @@ def sparse_layer(
         bias=context.config.data.seq_length > config.dsa_indexer_topk and not config.dsa_dense_warmup,
     )
     remakes = context.recompute.selects("mla_up_proj")
-    attention = SparseLatentAttention(config, core, ctx, number, choices, remakes_heads=remakes)
+    attention = attention_type(config, core, ctx, number, choices, remakes_heads=remakes)
     if attention.core_attention.indexer is not None and attention.loss is None:
         # Nothing would give it a gradient.
         freeze(attention.core_attention.indexer)
     return TransformerLayer(config, core, context.feed_forward(config.feed_forward, config, number), ctx, attention)
 
 
-def check_stages(config: DeepseekV32Config, stages: Iterable[Stage]) -> None:
+def check_stages(config: IndexedAttentionConfig, stages: Iterable[Stage]) -> None:
     """Raises ConfigError for a pipeline stage whose first layers need what an indexer of another stage chooses."""
     for stage in stages:
         outside = [number for number in stage.layers if config.indexer_of(number) not in stage.layers]

@@ -233,6 +233,6 @@ def loss_coefficients(config: MoeConfig) -> Mapping[str, float]:
 
 def _build(name: str, config: MoeConfig, ctx: ParallelContext) -> nn.Module:
     if name == "global_aux_loss":
-        return GlobalAuxLoss(config.num_experts, ctx)
+        return GlobalAuxLoss(config.num_scored, ctx)
     plain: dict[str, Any] = {"aux_loss": AuxLoss, "seq_aux_loss": SequenceAuxLoss, "z_loss": ZLoss}
     return plain[name]()

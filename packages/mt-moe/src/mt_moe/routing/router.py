@@ -58,7 +58,7 @@ DTYPES = {"fp32": torch.float32, "fp64": torch.float64}
 
 
 class Router(LayoutModule):
-    """logits = x W^T (+ b), scores, the choice of k experts and their weights.
+    """logits = x W^T (+ b), scores, the choice of k experts and their weights. E: with those that return the token.
 
     weight [E, H], bias [E] and expert_scale [E] are replicated. Every rank applies them to its own tokens, so their
     gradients are partial over tp. expert_bias [E] fp32 is updated by `after_step` only.
@@ -88,7 +88,7 @@ class Router(LayoutModule):
     ) -> None:
         super().__init__(ctx)
         self.config, self.layer, self.is_hashed = config, layer, hashed_vocab is not None
-        experts, partial = config.num_experts, partial_gradient_axes(ctx)
+        experts, partial = config.num_scored, partial_gradient_axes(ctx)
         dtype = torch.float32 if config.moe_router_weight_in_fp32 else None
         layout = ParameterLayout((experts, hidden_size), normal(init_std), partial_gradient=partial, dtype=dtype)
         self.declare("weight", layout)
@@ -116,7 +116,7 @@ class Router(LayoutModule):
         experts = self.choose(logits, share, ids)
         weights = self._weights(logits, experts)
         # Before tokens are dropped: dropping would hide an uneven choice.
-        counts = count_occurrences(experts, self.config.num_experts) if self.training else None
+        counts = count_occurrences(experts, self.config.num_scored) if self.training else None
         # share.total is that of all ranks, so all of them take part in the losses' reductions, or none.
         if (
             self.training
@@ -129,6 +129,8 @@ class Router(LayoutModule):
         kept, capacity = self._capacity(experts, weights)
         if counts is not None:
             weights = self._counted(weights, counts, kept)
+        if self.config.moe_num_zero_experts:
+            return self._without_zero_experts(experts, weights, counts)
         padded_to = capacity if self.config.moe_pad_expert_input_to_capacity else None
         return Routing(experts, weights, self.config.num_experts, kept, padded_to, self.training, counts)
 
@@ -235,8 +237,16 @@ class Router(LayoutModule):
         # The losses count the plain top-k (see mt_moe.routing.balance).
         if not self._is_plain_topk or counts is None:
             experts = probabilities.detach().topk(experts.shape[1]).indices
-            counts = count_occurrences(experts, self.config.num_experts)
+            counts = count_occurrences(experts, self.config.num_scored)
         return Scored(logits, probabilities, experts, counts, share)
+
+    def _without_zero_experts(self, experts: Tensor, weights: Tensor, counts: Tensor | None) -> Routing:
+        """The choices of experts that return the token are dropped: it needs to be sent to no rank for them."""
+        size = self.config.num_experts
+        kept = experts < size
+        counts = None if counts is None else counts[:size]
+        identity = weights.masked_fill(kept, 0.0).sum(1)
+        return Routing(experts, weights, size, kept, None, self.training, counts, identity)
 
     @property
     def _is_plain_topk(self) -> bool:
