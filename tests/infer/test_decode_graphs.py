@@ -34,6 +34,7 @@ CASES = {
     "sinks, experts": "gpt_oss",
     "latents, experts": "deepseek",
     "chosen keys": "deepseek_v32",
+    "chosen blocks": "minimax_m3",
     "chosen keys, shared": "glm_5",
     "experts": "mixtral",
     "recurrent": "mamba",
