@@ -579,6 +579,25 @@ KIMI_K25: dict[str, Any] = {
     "image_token_index": 100,
     "vocab_size": 101,
 }  # fmt: skip
+MINIMAX_M3_VL: dict[str, Any] = {
+    "family": "minimax_m3_vl",
+    "vision_model": {
+        "num_layers": 2, "hidden_size": 16, "num_attention_heads": 2, "ffn_hidden_size": 24, "patch_dim": 2,
+    },
+    "language_model": {
+        "num_layers": 4, "hidden_size": 32, "num_attention_heads": 4, "num_query_groups": 2, "ffn_hidden_size": 48,
+        "sparse_attention_freq": "([0]*1+[1]*3)", "sparse_index_dim": 8, "sparse_block_size": 2,
+        "sparse_topk_blocks": 3, "max_position_embeddings": 64,
+        "moe": {
+            "num_experts": 4, "moe_router_topk": 2, "moe_ffn_hidden_size": 12, "moe_layer_freq": "([0]*1+[1]*3)",
+            "moe_router_score_function": "sigmoid", "moe_router_enable_expert_bias": True,
+            "moe_shared_expert_intermediate_size": 12, "moe_router_topk_scaling_factor": 2.0,
+        },
+    },
+    "projection_hidden_size": 24,
+    "image_token_index": 100,
+    "vocab_size": 101,
+}  # fmt: skip
 GEMMA4_VL_EXPERTS: dict[str, Any] = {
     **GEMMA4_VL,
     "vision_model": {**GEMMA4_VL["vision_model"], "clipped_linears": False, "standardized": True},

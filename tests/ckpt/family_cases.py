@@ -117,6 +117,7 @@ AUTO = {
     "MistralLarge4ForConditionalGeneration": "AutoModelForImageTextToText",
     "Kimi_K25ForConditionalGeneration": "AutoModelForImageTextToText",
     "MuseGlimmerForConditionalGeneration": "AutoModelForImageTextToText",
+    "MiniMaxM3SparseForConditionalGeneration": "AutoModelForImageTextToText",
     "Qwen3_5MoeForConditionalGeneration": "AutoModelForImageTextToText",
     "Qwen3VLMoeForConditionalGeneration": "AutoModelForImageTextToText",
     "ForSequenceClassification": "AutoModelForSequenceClassification",
@@ -305,6 +306,20 @@ def kimi_k25(**text_keys: Any) -> Case:
     keys = {"image_token_id": IMAGE, "projection_hidden_size": 16, "tie_word_embeddings": False}
     model = "Kimi_K25ForConditionalGeneration"
     return Case("kimi_k25", model, "Kimi_K25Config", keys, "text_with_rows_of_patches", parts)
+
+
+def minimax_m3_vl() -> Case:
+    vision = {
+        "hidden_size": 16, "num_hidden_layers": 2, "num_attention_heads": 2, "intermediate_size": 12, "patch_size": 2,
+        "rope_parameters": {"rope_type": "axial", "rope_theta": 100.0},
+    }  # fmt: skip
+    parts = {
+        "vision_config": ("MiniMaxM3VLVisionConfig", vision),
+        "text_config": ("MiniMaxM3VLTextConfig", MINIMAX_M3),
+    }
+    keys = {"image_token_index": IMAGE, "projector_hidden_size": 20, "tie_word_embeddings": False}
+    model = "MiniMaxM3SparseForConditionalGeneration"
+    return Case("minimax_m3_vl", model, "MiniMaxM3VLConfig", keys, "text_with_patches", parts)
 
 
 def qwen_next_vl(kind: str, **text_keys: Any) -> Case:
@@ -762,6 +777,7 @@ CASES: dict[str, Case] = {
     "mistral3": mistral3("Mistral"),
     "mistral3 of ministral3": mistral3("Ministral3"),
     "kimi_k25": kimi_k25(),
+    "minimax_m3_vl": minimax_m3_vl(),
     "gemma4 with pictures": gemma4_vl(
         {"use_clipped_linears": True}, hidden_size_per_layer_input=6, num_kv_shared_layers=2
     ),

@@ -174,6 +174,7 @@ CASES: dict[str, dict[str, Any]] = {
         **FOUR_LAYERS["afmoe"],
         "moe": {**FOUR_LAYERS["afmoe"]["moe"], "moe_layer_freq": "([0]*1+[1]*3)"},
     },
+    "minimax_m3_vl": convert_cases.MINIMAX_M3_VL,
 }
 NO_MEGATRON = {
     *(
@@ -204,7 +205,7 @@ NO_MEGATRON = {
         "bart",
     ),
     *("kimi_linear", "deepseek_v4", "gemma4", "gemma4_experts", "qwen3_vl", "qwen3_vl_experts", "qwen_next_vl"),
-    *("gemma4_vl", "gemma4_vl_experts", "modernbert", "rwkv7"),
+    *("gemma4_vl", "gemma4_vl_experts", "modernbert", "rwkv7", "minimax_m3_vl"),
     *("nemotron_3", "granite_hybrid", "falcon_h1", "mistral4", "jamba", "mistral3", "kimi_k25", "minimax_m3"),
     *("hy_v3", "muse_glimmer", "qwen4_exp"),
     *("ernie4_5_moe", "hunyuan_v1_moe", "lfm2_moe", "dots1", "solar_open", "exaone_moe"),

@@ -6,7 +6,16 @@ from typing import Any
 
 import pytest
 import torch
-from tests.ckpt.convert_cases import GEMMA4_VL_EXPERTS, KIMI_K25, MISTRAL3, MODELS, QWEN3_VL, QWEN_NEXT_VL, QWEN_VL
+from tests.ckpt.convert_cases import (
+    GEMMA4_VL_EXPERTS,
+    KIMI_K25,
+    MINIMAX_M3_VL,
+    MISTRAL3,
+    MODELS,
+    QWEN3_VL,
+    QWEN_NEXT_VL,
+    QWEN_VL,
+)
 from tests.covering import EXHAUSTIVE
 from tests.dist.in_turn import InTurn
 from tests.infer.engines import configuration, engine_of, logprobs_of, run, tokens_of
@@ -30,7 +39,7 @@ RETRO = {
 }
 CASES: dict[str, dict[str, Any]] = {"t5": MODELS["t5"], "llava": MODELS["llava"], "retro": RETRO, "qwen_vl": QWEN_VL}
 CASES |= {"qwen3_vl": QWEN3_VL, "qwen_next_vl": QWEN_NEXT_VL, "gemma4_vl": GEMMA4_VL_EXPERTS, "mistral3": MISTRAL3}
-CASES |= {"kimi_k25": KIMI_K25}
+CASES |= {"kimi_k25": KIMI_K25, "minimax_m3_vl": MINIMAX_M3_VL}
 DATA = {"retro": {"dataset_type": "builtin_retro", "retro_chunk_length": 4, "seq_length": 16}}
 GREEDY = SamplingParameters(temperature=0.0, max_tokens=7, logprobs=0)
 Outputs = list[tuple[list[int], list[float]]]
@@ -80,10 +89,10 @@ PARALLEL: dict[str, dict[str, Any]] = {
     "pp-zbv": {PP: 2, "pipeline_schedule": "zbv_zero_bubble"},
     "tp-sp-pp": {PP: 2, TP: 2, SP: True},
 }
-OF_ANY_SIZE = ("qwen_vl", "qwen3_vl", "qwen_next_vl", "gemma4_vl", "mistral3", "kimi_k25")
+OF_ANY_SIZE = ("qwen_vl", "qwen3_vl", "qwen_next_vl", "gemma4_vl", "mistral3", "kimi_k25", "minimax_m3_vl")
 """Families of images of any size: with tensor parallelism alone they are exhaustive, as sequences that are divided have
 it too, and llava has both."""
-UNDIVIDED = {(name, "tp") for name in OF_ANY_SIZE}
+UNDIVIDED = {(name, "tp") for name in OF_ANY_SIZE} | {("minimax_m3_vl", "tp-sp")}
 LAYOUTS = [
     *((2, (name, parallel)) for name in CASES for parallel in ("tp", "tp-sp") if (name, parallel) not in UNDIVIDED),
     *((2, ("t5", parallel)) for parallel in ("pp", "pp-zbv")),

@@ -1111,6 +1111,7 @@ PUBLISHED: dict[str, tuple[str, dict[str, Any]]] = {
     "kimi-k2 (without FP8)": ("deepseek", KIMI_K2),
     "kimi-k2.5 (text)": ("deepseek", KIMI_K25),
     "minimax-m3 (text)": ("minimax_m3", MINIMAX_M3),
+    "minimax-m3": ("minimax_m3_vl", MINIMAX_M3),
     "kimi-k2.5": ("kimi_k25", {**KIMI_K25, "vision_config": MOON_VIT}),
     "kimi-k2.6": ("kimi_k25", KIMI_K25),
     "deepseek-v3.2 (without FP8)": ("deepseek_v32", DEEPSEEK_V32),

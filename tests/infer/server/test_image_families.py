@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 import torch
-from tests.ckpt.convert_cases import GEMMA4_VL_EXPERTS, KIMI_K25, MISTRAL3
+from tests.ckpt.convert_cases import GEMMA4_VL_EXPERTS, KIMI_K25, MINIMAX_M3_VL, MISTRAL3
 from tests.infer.engines import randomize
 from tests.infer.server.served import INFERENCE, live, model_of
 from tests.infer.server.test_images import data_url, image_part, png
@@ -30,6 +30,14 @@ FAMILIES = {
     # What its template writes for an image, the text of an image of 2 x 3 cells, colours.
     "gemma4_vl": (GEMMA4_VL_EXPERTS, "<|image|>", b"<|image>", b"######", b"<image|>", HALF),
     "mistral3": (MISTRAL3, "[IMG]", b"", b"###[IMG_BREAK]###", b"[IMG_END]", CLIP),
+    "minimax_m3_vl": (
+        MINIMAX_M3_VL,
+        "]<]image[>[",
+        b"]<]start of image[>[",
+        b"######",
+        b"]<]end of image[>[",
+        CLIP,
+    ),
     "kimi_k25": (
         KIMI_K25,
         "<|media_begin|>image<|media_content|><|media_pad|><|media_end|>",

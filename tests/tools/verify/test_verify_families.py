@@ -69,6 +69,9 @@ SLOW_EXAMPLE_LAYOUTS = [
     ("smolvlm", PP),
     # Experts of deepseek.
     ("kimi_k25", EP),
+    ("minimax_m3_vl", EP),
+    ("minimax_m3_vl", PP),
+    ("minimax_m3_vl", TP, SP),
     ("qwen_vl", DATA),
     # Its neighbours are found in 2 CPU seconds on each rank; tests/models/test_retro_tensor_parallel.py is quicker.
     ("retro", TP),

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping
+from dataclasses import replace
 from typing import Any
 
 from mt_core.config_map import ConfigMap, Field, Fixed
@@ -316,17 +317,33 @@ MINIMAX_M3 = ConfigMap(
     import_extra_keys=(*ROPE_KEYS, ROTATED, SHARE, *EXPERT_KEYS, *LAYER_KEYS, *BLOCK_FIELDS),
     export_extra=export_extra,
 )
+
+
+# -- within a file with pictures ---------------------------------------------------------------------
+
 OUTER_KEYS = (
-    "image_token_index", "video_token_index", "projector_hidden_size", "image_seq_length",
-    "image_token_compression_method", "spatial_merge_size", "temporal_patch_size", "projector_hidden_act",
-    "vision_feature_layer", "vision_feature_select_strategy", "multimodal_projector_bias", "merged_hidden_size",
-    "image_grid_pinpoints", "img_token_compression_config",
-)  # fmt: skip
-"""Keys of the image tower beside `text_config`."""
+    *("image_token_index", "video_token_index", "projector_hidden_size", "image_seq_length", "merged_hidden_size"),
+    *("img_token_compression_config", "projector_hidden_act", "multimodal_projector_bias"),
+)
+"""Keys of the image tower beside those that all such files have."""
+
+
+def import_text(external: Mapping[str, Any]) -> dict[str, Any]:
+    """Keys of the decoder, `family` included, from `text_config`. Its LM head is tied if either of two keys says so."""
+    text = dict(external.get("text_config") or {})
+    tied = (external.get("tie_word_embeddings"), text.get("tie_word_embeddings"))
+    return {"family": "minimax_m3", **MINIMAX_M3.import_value({**text, "tie_word_embeddings": any(tied)})}
+
+
+def import_within(external: Mapping[str, Any]) -> dict[str, Any]:
+    return {key: value for key, value in import_text(external).items() if key != "family"}
+
+
+WITHIN_PICTURES = replace(decoder_within(WITH_PICTURES, MINIMAX_M3, TEXT, OUTER_KEYS), import_extra=import_within)
 
 HUGGING_FACE = HuggingFaceFamily(
     family="minimax_m3",
-    model_types={TEXT: MINIMAX_M3, WITH_PICTURES: decoder_within(WITH_PICTURES, MINIMAX_M3, TEXT, OUTER_KEYS)},
+    model_types={TEXT: MINIMAX_M3, WITH_PICTURES: WITHIN_PICTURES},
     name_map=name_map,
     model_type_of=lambda config: TEXT,
     copies=tied_output,

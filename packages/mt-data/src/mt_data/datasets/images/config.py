@@ -13,7 +13,7 @@ from mt_data.datasets.text_files import STREAM_KEYS, refuse_unused
 Colours = Annotated[list[float], Field(min_length=3, max_length=3)]
 Resize = Literal["crop", "squash"]
 Resample = Literal["bicubic", "lanczos"]
-ImageMarkers = Literal["none", "idefics3", "internvl", "qwen2_vl", "gemma4", "pixtral", "kimi"]
+ImageMarkers = Literal["none", "idefics3", "internvl", "qwen2_vl", "gemma4", "pixtral", "kimi", "minimax_m3"]
 VideoRule = Literal["qwen3_vl", "qwen2_vl"]
 SizeRule = Literal["nearest", "fill", "longest_edge", "padded"]
 

@@ -77,6 +77,11 @@ def kimi_markers(grid: Grid, views: int) -> str:
     return f"<|media_begin|>image<|media_content|>{VIEW * views}<|media_end|>"
 
 
+def minimax_m3_markers(grid: Grid, views: int) -> str:
+    """Those of MiniMax-M3: one pair around all cells of an image."""
+    return f"]<]start of image[>[{VIEW * views}]<]end of image[>["
+
+
 MARKERS: dict[ImageMarkers, Callable[[Grid, int], str]] = {
     "none": no_markers,
     "idefics3": idefics3_markers,
@@ -85,12 +90,14 @@ MARKERS: dict[ImageMarkers, Callable[[Grid, int], str]] = {
     "gemma4": gemma4_markers,
     "pixtral": pixtral_markers,
     "kimi": kimi_markers,
+    "minimax_m3": minimax_m3_markers,
 }
 IN_TEMPLATES: dict[ImageMarkers, str] = {
     "qwen2_vl": "<|vision_start|><|image_pad|><|vision_end|>",
     "gemma4": "<|image|>",
     "pixtral": "[IMG]",
     "kimi": "<|media_begin|>image<|media_content|><|media_pad|><|media_end|>",
+    "minimax_m3": "]<]image[>[",
 }
 """What the chat templates of the published models write for an image, where that is not "<image>"."""
 VIDEO_IN_TEMPLATES: dict[ImageMarkers, str] = {"qwen2_vl": "<|vision_start|><|video_pad|><|vision_end|>"}
