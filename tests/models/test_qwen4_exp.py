@@ -4,10 +4,15 @@ from __future__ import annotations
 
 import pytest
 import torch
+from tests.ckpt.convert_cases import MODELS
 from tests.infer.decoding import cached_logits
 from tests.models import decoder_reference as dense
 from tests.models import moe_reference as ref
+from tests.models.published_configs import PUBLISHED
 from torch import nn
+
+from mt_core.errors import ConfigError
+from mt_models.blocks.ngram_ids import NGramTable, ngram_rows, primes
 
 transformers = pytest.importorskip("transformers")
 
@@ -75,3 +80,64 @@ def test_logits_gradients_and_continuations_equal_the_reference(host, randomize)
     theirs = pair.theirs.generate(prompt, max_new_tokens=12, do_sample=False, eos_token_id=None, pad_token_id=0)
     logits = cached_logits(pair.ours, theirs, [5, 14, *range(15, 27)])
     assert logits[0, 13:-1].argmax(-1).tolist() == theirs[0, 14:].tolist()
+
+
+def test_documents_are_computed_as_if_alone(host, randomize) -> None:
+    model = ref.make_pair(host, reference_of(), randomize).ours
+    tokens, segments = tokens_with_ends(25, batch=1), torch.tensor([[0] * 14 + [1] * 11])
+    positions = torch.cat((torch.arange(14), torch.arange(11)))[None]
+    with torch.no_grad():
+        both = model(tokens, positions, segments)
+        alone = [model(tokens[:, part]) for part in (slice(14), slice(14, None))]
+    torch.testing.assert_close(both, torch.cat(alone, 1), atol=2e-5, rtol=1e-4)
+
+
+def test_rows_of_ngrams_worked_out_by_hand() -> None:
+    table = NGramTable((7, 11), (3, 5))
+    # Heads of length 2 alone: 2 * 3 xor 4 * 5 = 18 behind token 4, and 4 * 3 xor 1 * 5 = 9 behind the end of a text, 1.
+    rows = ngram_rows(torch.tensor([[1, 4, 2]]), table, end_of_text=1)
+    assert rows.tolist() == [[[9 % 7, 7 + 9 % 11], [18 % 7, 7 + 18 % 11]]]
+    assert primes(20, 1, 3) == (29, 31, 37)
+
+
+@pytest.mark.slow
+def test_the_preset_has_the_size_of_the_published_decoder(host) -> None:
+    published = ref.family_of(host, "qwen4_exp").read_config(PUBLISHED["qwen4-exp"][1])
+    config = transformers.Qwen4ExpTextConfig(**PUBLISHED["qwen4-exp"][1]["text_config"])
+    model = dense.without_values(transformers.Qwen4ExpForCausalLM, config)
+    preset = dense.build_preset(host, "qwen4-exp")
+    assert dense.parameter_count(preset) == model.num_parameters()
+    # Balance losses and how files divide the tables are choices of a run.
+    assert {key: getattr(preset.config, key) for key in published if key not in ("moe", "ngram_file_parts")} == {
+        key: value for key, value in published.items() if key not in ("moe", "ngram_file_parts")
+    }
+
+
+@pytest.mark.parametrize(
+    ("fields", "words"),
+    [
+        ({"indexer_n_heads": None}, "indexer_n_heads is not set"),
+        ({"indexer_kv_heads": 2}, "indexer_kv_heads=2 is not supported"),
+        ({"output_gate_type": "tanh"}, "output_gate_type='tanh' is not supported"),
+        ({"attention_bias": True}, "attention_bias=True is not supported"),
+    ],
+)
+def test_a_configuration_that_cannot_be_read(host, fields, words) -> None:
+    external = {key: value for key, value in SHAPE.items() if "implementation" not in key}
+    with pytest.raises(ConfigError, match=words):
+        ref.family_of(host, "qwen4_exp_text").read_config({"model_type": "qwen4_exp_text", **external, **fields})
+
+
+@pytest.mark.parametrize(
+    ("keys", "words"),
+    [
+        ({"ngram_layers": [2]}, "model.ngram_layers has 2; it can have the numbers of layers from 1 to 4"),
+        ({"ngram_embed_dim": 25}, "model.ngram_embed_dim=25 is not divisible by the 6 hash tables"),
+        ({"ngram_end_of_text_id": None}, "model.ngram_end_of_text_id=None has to be a token id"),
+        ({"qsa_budget": 5}, "model.qsa_budget=5 is not a multiple of model.qsa_compress_ratio=2"),
+        ({"qsa_indexer_head_dim": 6}, "model.qsa_indexer_head_dim=6 is below the channels that positions rotate"),
+    ],
+)
+def test_impossible_shapes_are_refused(host, keys, words) -> None:
+    with pytest.raises(ConfigError, match=words):
+        ref.build_from(host, {**MODELS["qwen4_exp"], **keys})
