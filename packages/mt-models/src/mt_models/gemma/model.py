@@ -81,7 +81,7 @@ class GemmaLayer(nn.Module):
         ctx, window = context.parallel, config.window_of(number)
         core = attention_core(config, context, window=window, logit_softcap=config.attn_logit_softcapping)
         self.input_layernorm = ZeroCenteredRMSNorm(config.hidden_size, config.norm_epsilon, ctx)
-        self.self_attention = GemmaAttention(config, core, ctx, window)
+        self.self_attention: SelfAttention = GemmaAttention(config, core, ctx, window)
         self.post_self_attn_layernorm = ZeroCenteredRMSNorm(config.hidden_size, config.norm_epsilon, ctx)
         self.pre_mlp_layernorm = ZeroCenteredRMSNorm(config.hidden_size, config.norm_epsilon, ctx)
         self.mlp = context.feed_forward(config.feed_forward, config, number)
