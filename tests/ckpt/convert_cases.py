@@ -228,6 +228,19 @@ MODELS: dict[str, dict[str, Any]] = {
         "window_attn_skip_freq": 2,
         "moe": {**SIGMOID_EXPERTS, "moe_router_load_balancing_type": ["none"]},
     },
+    "mimo_v2_flash": {
+        "family": "mimo_v2_flash",
+        **GROUPED,
+        "kv_channels": 12,
+        "v_head_dim": 6,
+        "rotary_percent": 0.5,
+        "sliding_window": 5,
+        "window_attn_skip_freq": "[0,1,1]",
+        "moe": {
+            **{key: value for key, value in SIGMOID_EXPERTS.items() if "shared" not in key},
+            "moe_router_load_balancing_type": ["none"],
+        },
+    },
     "granite_moe": {"family": "granite_moe", **GROUPED, "moe": {"num_experts": 5, "moe_router_topk": 3}},
     "deepseek": {
         "family": "deepseek",

@@ -449,6 +449,21 @@ CASES: dict[str, Case] = {
         mup_enabled=True,
         route_scale=1.5,
     ),
+    "mimo_v2_flash": moe_case(
+        "mimo_v2_flash",
+        "MiMoV2Flash",
+        n_routed_experts=6,
+        moe_intermediate_size=12,
+        head_dim=12,
+        v_head_dim=6,
+        layer_types=["full_attention", "sliding_attention", "sliding_attention"],
+        sliding_window=5,
+        rope_parameters={
+            "full_attention": {"rope_type": "default", "rope_theta": 5000000.0, "partial_rotary_factor": 0.5},
+            "sliding_attention": {"rope_type": "default", "rope_theta": 10000.0, "partial_rotary_factor": 0.5},
+        },
+        bos_token_id=None,
+    ),
     "mixtral": moe_case("mixtral", "Mixtral", num_local_experts=4),
     "mixtral tied, wide heads": moe_case(
         "mixtral", "Mixtral", num_local_experts=3, head_dim=12, tie_word_embeddings=True

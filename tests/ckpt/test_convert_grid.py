@@ -175,6 +175,12 @@ CASES: dict[str, dict[str, Any]] = {
         "moe": {**FOUR_LAYERS["afmoe"]["moe"], "moe_layer_freq": "([0]*1+[1]*3)"},
     },
     "minimax_m3_vl": convert_cases.MINIMAX_M3_VL,
+    "mimo_v2_flash": {
+        **FOUR_LAYERS["mimo_v2_flash"],
+        "window_attn_skip_freq": "[0,1,1,0]",
+        "mtp_num_layers": 1,
+        "moe": {**FOUR_LAYERS["mimo_v2_flash"]["moe"], "moe_layer_freq": "([0]*1+[1]*3)"},
+    },
 }
 NO_MEGATRON = {
     *(
@@ -199,6 +205,7 @@ NO_MEGATRON = {
         "lfm2",
         "lfm3",
         "afmoe",
+        "mimo_v2_flash",
         "qwen_next",
         "qwen_next_experts",
         "olmo_hybrid",

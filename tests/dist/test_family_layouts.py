@@ -85,10 +85,12 @@ FAMILIES: dict[str, dict[str, Any]] = {
         "rwkv7",
         "lfm3",
         "afmoe",
+        "mimo_v2_flash",
     )
 }
 UNSHARED = "mistral_large4 without shared latents"
 ON_DEMAND = ("lfm3", "afmoe", "longcat_flash", "mistral_large4", UNSHARED)
+ON_DEMAND += ("mimo_v2_flash", "mimo_v2_flash that predicts")
 """Families all of whose layouts are exhaustive: what these divide is divided in families above too."""
 ROTARY_GPT = {"position_embedding_type": "rope", "normalization": "RMSNorm", "add_bias_linear": False}
 FAMILIES[UNSHARED] = {**FAMILIES["mistral_large4"], "kv_source_layers": None}
@@ -113,10 +115,11 @@ FAMILIES["deepseek_v32 in warm-up"] = {
     "dsa_indexer_loss_coeff": 1.0,
     "dsa_dense_warmup": True,
 }
+FAMILIES["mimo_v2_flash that predicts"] = {**FAMILIES["mimo_v2_flash"], "num_query_groups": 1, "mtp_num_layers": 2}
 REFUSED = {("phi3", "cp"), ("gemma4", "pp"), ("qwen_next that predicts", "cp"), ("nemotron_3", "cp")}
-REFUSED |= {("jamba", "cp"), ("rwkv7", "cp"), ("gpt that predicts", "cp")}
 # Layers of the second stage would read latents of the first.
 REFUSED |= {("mistral_large4", "pp")}
+REFUSED |= {("jamba", "cp"), ("rwkv7", "cp"), ("gpt that predicts", "cp"), ("mimo_v2_flash that predicts", "cp")}
 # Gradients of decay rates are sums over positions that nearly cancel, and the order of sums over ranks shows in their
 # fifth digit: tests/models/test_moe_layouts.py has these layouts, and compares by the rounding that is to be expected.
 REFUSED |= {("qwen_next", "tp-sp"), ("qwen_next that predicts", "tp-sp")}

@@ -50,6 +50,7 @@ MOE_MODELS = (
     "hunyuan",
     "lfm2",
     "afmoe",
+    "mimo_v2_flash",
 )
 
 

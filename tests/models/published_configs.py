@@ -436,6 +436,22 @@ HY3 = {
     "route_norm": True, "router_scaling_factor": 2.826, "sep_token_id": 120007, "tie_word_embeddings": False,
     "transformers_version": "5.6.0", "use_cache": True, "use_grouped_mm": False, "vocab_size": 120832,
 }  # fmt: skip
+MIMO_V2_FLASH = {
+    "add_full_attention_sink_bias": False, "add_swa_attention_sink_bias": True,
+    "architectures": ["MiMoV2FlashForCausalLM"], "attention_bias": False, "attention_chunk_size": 128,
+    "attention_dropout": 0.0, "attention_value_scale": 0.707, "auto_map": {}, "head_dim": 192, "hidden_act": "silu",
+    "hidden_size": 4096, "hybrid_block_size": None,
+    "hybrid_layer_pattern": [0, 1, 1, 1, 1, 0, *[1, 1, 1, 1, 1, 0] * 7], "initializer_range": 0.02,
+    "intermediate_size": 16384, "layernorm_epsilon": 1e-05, "max_position_embeddings": 262144,
+    "model_type": "mimo_v2_flash", "moe_intermediate_size": 2048, "moe_layer_freq": [0] + [1] * 47, "n_group": 1,
+    "n_routed_experts": 256, "n_shared_experts": None, "norm_topk_prob": True, "num_attention_heads": 64,
+    "num_experts_per_tok": 8, "num_hidden_layers": 48, "num_key_value_heads": 4, "partial_rotary_factor": 0.334,
+    "rope_theta": 5000000, "routed_scaling_factor": None, "scoring_func": "sigmoid", "sliding_window": 128,
+    "sliding_window_size": 128, "swa_head_dim": 192, "swa_num_attention_heads": 64, "swa_num_key_value_heads": 8,
+    "swa_rope_theta": 10000, "swa_v_head_dim": 128, "tie_word_embeddings": False, "topk_group": 1,
+    "topk_method": "noaux_tc", "torch_dtype": "bfloat16", "transformers_version": "4.40.1", "use_cache": True,
+    "v_head_dim": 128, "vocab_size": 152576,
+}  # fmt: skip
 GPT_OSS_20B = {
     "architectures": ["GptOssForCausalLM"], "attention_bias": True, "attention_dropout": 0.0, "eos_token_id": 200002,
     "experts_per_token": 4, "head_dim": 64, "hidden_act": "silu", "hidden_size": 2880,
@@ -1125,6 +1141,7 @@ PUBLISHED: dict[str, tuple[str, dict[str, Any]]] = {
     "qwen4-exp": ("qwen4_exp", QWEN4_EXP),
     "muse-glimmer-30b": ("muse_glimmer", MUSE_GLIMMER_30B),
     "hy3": ("hy_v3", HY3),
+    "mimo-v2-flash (without FP8)": ("mimo_v2_flash", MIMO_V2_FLASH),
     "gpt-oss-20b": ("gpt_oss", GPT_OSS_20B),
     "olmoe-1b-7b": ("olmoe", OLMOE_1B_7B),
     "granite-3.0-1b-a400m": ("granite_moe", GRANITE_MOE_1B),

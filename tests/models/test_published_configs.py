@@ -33,6 +33,7 @@ WITHOUT_EFFECT = {
     "kimi-linear-48b-a3b": {"pad_token_id"},
     "qwen4-exp": {"model_type", "architectures"},
     "muse-glimmer-30b": {"out_hidden_size", "projector_hidden_size"},
+    "mimo-v2-flash (without FP8)": {"sliding_window"},
     "granite-4.0-h-tiny": {"position_embedding_type"},
 }
 """Keys that other keys of the same file switch off, that only generation reads or that name a token of the tokenizer,
