@@ -374,6 +374,14 @@ def test_every_pair_of_formats_and_layouts(model: str, drawn: Callable, host, tm
         assert_same_state(model_of(opened(path, second[0], host)), sources.random.tensors)
 
 
+def test_a_table_of_integers_goes_from_hugging_face_to_hugging_face(host, tmp_path: Path) -> None:
+    """DeepSeek-V4's experts of each token: int64 there, fp32 in the model."""
+    sources = Sources("deepseek_v4", host, tmp_path)
+    asked = options(("hf", LAYOUTS[0]), "deepseek_v4")
+    convert(sources.path(("hf", LAYOUTS[0])), tmp_path / "copy", loader="hf", saver="hf", options=asked, host=host)
+    assert_same_state(model_of(opened(tmp_path / "copy", "hf", host)), sources.random.tensors)
+
+
 @pytest.mark.parametrize(("name", "model"), [(name, model) for name, models in ROUNDED.items() for model in models])
 def test_what_is_rounded(name: str, model: str, host, tmp_path: Path) -> None:
     """Only the parameters of that function, each by what the roundings of exp and of its inverse are together."""

@@ -98,7 +98,8 @@ class Source:
         info = self._infos[name]
         self.on_read(name, info.num_bytes)
         self.note_read(name, info.num_bytes)
-        return _as(source, stored, info.dtype)
+        # Numbers of experts and the like are integers in the source, whatever dtype the canonical tensor has.
+        return _as(source, stored, info.dtype) if stored.is_floating_point() else stored
 
     def note_read(self, name: str, num_bytes: int) -> None:
         """Count a tensor as read, here or in another process; once, though it goes into files of several processes."""
