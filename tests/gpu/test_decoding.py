@@ -29,6 +29,13 @@ MODELS = {
                      "model.kv_lora_rank=64", "model.q_lora_rank=64", "model.dsa_indexer_topk=32",
                      "model.dsa_indexer_n_heads=8", "model.dsa_indexer_head_dim=64", "model.qk_pos_emb_head_dim=32",
                      "model.moe={num_experts=8, moe_router_topk=2, moe_ffn_hidden_size=128}"],
+    "deepseek_v4": ["model.family=deepseek_v4", "model.num_layers=4", "model.num_attention_heads=8",
+                    "model.kv_channels=64", "model.qk_pos_emb_head_dim=32", "model.q_lora_rank=64",
+                    "model.o_groups=4", "model.o_lora_rank=32", "model.sliding_window=16",
+                    "model.compress_ratios=[0,4,16,4]", "model.indexed_compress_ratio=4",
+                    "model.dsa_indexer_topk=8", "model.dsa_indexer_n_heads=8", "model.dsa_indexer_head_dim=64",
+                    "model.hyper_connection_streams=2",
+                    "model.moe={num_experts=8, moe_router_topk=2, moe_ffn_hidden_size=128}"],
     "hybrid": ["model.family=hybrid", "model.num_attention_heads=4", "model.hybrid_layer_pattern=M*"],
 }  # fmt: skip
 

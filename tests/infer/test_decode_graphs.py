@@ -36,6 +36,7 @@ CASES = {
     "chosen keys": "deepseek_v32",
     "chosen blocks": "minimax_m3",
     "chosen keys, shared": "glm_5",
+    "window and compressed entries": "deepseek_v4",
     "experts": "mixtral",
     "recurrent": "mamba",
     "recurrent and full": "hybrid",

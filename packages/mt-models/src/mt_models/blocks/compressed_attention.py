@@ -26,7 +26,7 @@ from torch.utils.checkpoint import checkpoint
 
 from mt_core.nn.attention import AttentionPattern
 from mt_core.nn.auxiliary import AuxiliaryLoss
-from mt_core.nn.cache import Cache, PositionState
+from mt_core.nn.cache import Cache, Pages, PositionState
 from mt_core.nn.dropout import AttentionDropout
 from mt_core.nn.layout import LayoutModule, ParameterLayout, Split, normal, zeros
 from mt_core.nn.linear import SEQUENCE_DIM, ColumnParallelLinear, RowParallelLinear
@@ -314,7 +314,7 @@ class CompressedAttention(nn.Module):
 
     def cached_state(self) -> PositionState:
         """The keys of the window; entries are with the compressors."""
-        return PositionState(((self.head_dim,),), self.linear_kv_proj.weight.dtype, self.window)
+        return PositionState(((self.head_dim,),), self.linear_kv_proj.weight.dtype, self.window, is_paged=True)
 
     def _cached(
         self, x: Tensor, source: Tensor, queries: Tensor, keys: Tensor, angles: RotaryAngles, cache: Cache
@@ -332,7 +332,40 @@ class CompressedAttention(nn.Module):
             blocks = query_blocks(queries, keys, own, visible, None, self.window)
             return torch.cat([attend_block(block, sinks, 0.0) for block in blocks], 1)
 
-        return cache.attend(self, attend, (queries, *asked), (keys,))
+        def attend_paged(pages: Pages, queries: Tensor, *rest: Tensor) -> Tensor:
+            asked = [x.transpose(0, 1) for x in rest[:-1]]
+            own = None if entries is None else next(entries)
+            index = None if index_entries is None else next(index_entries)
+            return self._attend_paged(pages, queries.transpose(0, 1), rest[-1], own, asked, index)
+
+        return cache.attend(self, attend, (queries, *asked), (keys,), attend_paged)
+
+    def _attend_paged(
+        self,
+        pages: Pages,
+        queries: Tensor,
+        keys: Tensor,
+        entries: Tensor | None,
+        asked: list[Tensor],
+        index_entries: Tensor | None,
+    ) -> Tensor:
+        """queries [B, 1, N, D], keys [places, D] of the whole cache, entries [B, T, D] -> [1, B, N, D], for the new
+        position of each of B sequences. Shapes do not depend on positions."""
+        distance = torch.arange(min(self.window, pages.room), device=keys.device)
+        positions = pages.last[:, None] - distance
+        values, seen = keys[pages.places(positions.clamp(min=0))], (positions >= 0).unsqueeze(1)
+        if entries is not None:
+            numbers = torch.arange(entries.shape[1], device=keys.device)
+            visible = (numbers < ((pages.last + 1) // self.ratio)[:, None]).unsqueeze(1)
+            if index_entries is not None and self._chooses(entries.shape[1]):
+                chosen = chosen_keys(index_scores(asked[0], asked[1], index_entries), visible, self.topk)
+                visible = visible.gather(-1, chosen)
+                entries = entries.gather(1, chosen.transpose(1, 2).expand(-1, -1, self.head_dim))
+            # Nothing that is no number may be multiplied by a weight of 0.
+            entries = entries.masked_fill(~visible.transpose(1, 2), 0.0)
+            values, seen = torch.cat((values, entries.to(values.dtype)), 1), torch.cat((seen, visible), -1)
+        block = QueryBlock(queries, values, seen)
+        return attend_block(block, self.core_attention.softmax_offset, 0.0).transpose(0, 1)
 
     def _asked_cached(
         self, x: Tensor, source: Tensor, angles: RotaryAngles, cache: Cache

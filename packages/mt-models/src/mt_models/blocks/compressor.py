@@ -20,7 +20,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from mt_core.nn.cache import Cache, PositionState
+from mt_core.nn.cache import Cache, Pages, PositionState
 from mt_core.nn.layout import LayoutModule, ParameterLayout, normal, sequence_axes, zeros
 from mt_core.nn.linear import SEQUENCE_DIM
 from mt_core.parallel.collectives import all_gather, gather_from
@@ -97,7 +97,7 @@ class EntryStore(nn.Module):
         self.part = -(-channels // ratio)
 
     def cached_state(self) -> PositionState:
-        return PositionState(((self.part,),), self.dtype)
+        return PositionState(((self.part,),), self.dtype, is_paged=True)
 
     def parts(self, entries: Tensor, first: int, start: int, count: int) -> Tensor:
         """What positions from `start` on keep: [1, count, part]. entries [1, E, D]: those of the runs from number
@@ -116,6 +116,25 @@ class EntryStore(nn.Module):
             return newest[:, :count]
         stored = parts[:, self.ratio : count * self.ratio].unflatten(1, (count - 1, self.ratio)).flatten(2)
         return torch.cat((stored[..., : self.channels].to(newest.dtype), newest), 1)
+
+    def parts_paged(self, entries: Tensor, last: Tensor) -> Tensor:
+        """What the position `last` [B] of each sequence keeps: [B, part]. entries [B, 2, D]: see `newest_paged`."""
+        first = torch.where((last < self.ratio)[:, None], 0.0, entries[:, 0])
+        parts = F.pad(first, (0, self.ratio * self.part - self.channels)).unflatten(-1, (self.ratio, self.part))
+        return parts.gather(1, (last % self.ratio)[:, None, None].expand(-1, 1, self.part)).squeeze(1)
+
+    def complete_paged(self, pages: Pages, parts: Tensor, newest: Tensor) -> Tensor:
+        """parts [places, part] of the whole cache, newest [B, 2, D] -> the entries of all runs that there is room for,
+        [B, T, D]. Those of runs that are not complete are of no meaning."""
+        positions = torch.arange(pages.room, device=parts.device).expand(len(newest), -1)
+        count = -(-pages.room // self.ratio)
+        stored = F.pad(parts[pages.places(positions)], (0, 0, 0, count * self.ratio - pages.room))
+        by_run = stored.unflatten(1, (count, self.ratio)).flatten(2)[..., : self.channels].to(newest.dtype)
+        # A run keeps the entry of the one before it. The last two are put into their places by the number.
+        entries = torch.cat((by_run[:, 1:], newest[:, 1:]), 1)
+        runs = (pages.last // self.ratio)[:, None, None].expand(-1, 1, self.channels)
+        # In this order: the first run has none before it.
+        return entries.scatter(1, (runs - 1).clamp(min=0), newest[:, :1]).scatter(1, runs, newest[:, 1:])
 
 
 class Compressor(LayoutModule):
@@ -183,11 +202,12 @@ class Compressor(LayoutModule):
         channels = self.size * (2 if self.overlaps else 1)
         # The run before that of a position, and with overlap the one before that.
         window = (3 if self.overlaps else 2) * self.ratio
-        return PositionState(((channels,), (channels,)), self.linear_kv.weight.dtype, window)
+        return PositionState(((channels,), (channels,)), self.linear_kv.weight.dtype, window, is_paged=True)
 
     def entries_of_sequences(self, x: Tensor, angles: RotaryAngles, cache: Cache) -> Iterator[Tensor]:
         """All entries [1, T, D] of each sequence of the pass, in their order, with those that the new positions x
-        [1, S, hidden] complete."""
+        [1, S, hidden] complete. In a step of one position of each of B sequences: [B, T, D] of all at once, of which
+        those that are not complete yet are of no meaning."""
         kv, gate = self.linear_kv(x), self.linear_gate(x)
         if self.ctx.sequence_parallel:
             kv, gate = (all_gather(part, SEQUENCE_DIM, self.ctx.tp) for part in (kv, gate))
@@ -199,15 +219,43 @@ class Compressor(LayoutModule):
             newest.append(entries[:, -1:])
             return self.store.parts(entries, first, start, count)
 
-        parts = cache.attend(self, compress, (kv,), (kv, gate))
+        def compress_paged(pages: Pages, new: Tensor, kv: Tensor, gate: Tensor) -> Tensor:
+            newest.append(self.newest_paged(pages, kv, gate, angles))
+            return self.store.parts_paged(newest[-1], pages.last)[None]
+
+        parts = cache.attend(self, compress, (kv,), (kv, gate), compress_paged)
         last = iter(newest)
 
         def collect(new: Tensor, parts: Tensor) -> Tensor:
             found.append(self.store.complete(parts, next(last)))
             return new
 
-        cache.attend(self.store, collect, (parts,), (parts,))
+        def collect_paged(pages: Pages, new: Tensor, parts: Tensor) -> Tensor:
+            found.append(self.store.complete_paged(pages, parts, next(last)))
+            return new
+
+        cache.attend(self.store, collect, (parts,), (parts,), collect_paged)
         return iter(found)
+
+    def newest_paged(self, pages: Pages, kv: Tensor, gate: Tensor, angles: RotaryAngles) -> Tensor:
+        """kv, gate [places, channels] of the whole cache -> [B, 2, D]: the entries of the run before that of the last
+        position, and of the latter, which has a meaning where the position is its last."""
+        runs = (pages.last // self.ratio - 1)[:, None] + torch.arange(2, device=kv.device)  # [B, 2]
+        inside = runs[..., None] * self.ratio + torch.arange(self.ratio, device=kv.device)  # [B, 2, ratio]
+
+        def rows(positions: Tensor) -> tuple[Tensor, Tensor]:
+            # What is beyond the sequence is masked, or of no meaning.
+            known = torch.minimum(positions.clamp(min=0), pages.last[:, None, None])
+            places = pages.places(known.flatten(1)).view_as(known)
+            return kv[places], gate[places]
+
+        before = None
+        if self.overlaps:
+            before_kv, before_gate = rows(inside - self.ratio)
+            before = before_kv[..., : self.size], before_gate[..., : self.size]
+        entries = self.pooled(*rows(inside), runs > 0, before)
+        at = angles.at(inside[..., 0].clamp(min=0))
+        return rotate_last(entries, at.cos[:, :, 0], at.sin[:, :, 0], self.rotated)
 
     def _newest_entries(
         self, kv: Tensor, gate: Tensor, start: int, count: int, angles: RotaryAngles

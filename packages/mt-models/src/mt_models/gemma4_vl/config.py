@@ -15,7 +15,7 @@ from mt_core.errors import ConfigError
 from mt_models.gemma4.config import Gemma4Config, shrink_gemma4
 from mt_models.gemma4.flops import flops_per_token
 from mt_models.gemma4.presets import PRESETS as DECODERS
-from mt_models.llava.config import Part, check_decoder, validated
+from mt_models.llava.config import check_decoder, validated
 from mt_models.llava.dynamic_config import (
     DynamicResolutionConfig,
     MergedPatchConfig,
@@ -105,8 +105,6 @@ class Gemma4VLConfig(DynamicResolutionConfig):
     """A table with the keys of the family gemma4, and those of its images. The vocabulary is model.vocab_size."""
     image_token_index: NonNegativeInt = 258880
     """The id that stands for an image in the text, once for each of its pooled squares of patches."""
-    freeze: list[Part] = Field(default_factory=list)
-    """Parts that are not trained: vision_model, vision_projection, language_model."""
 
 
 # -- rules -------------------------------------------------------------------------------------------

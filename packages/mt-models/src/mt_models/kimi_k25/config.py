@@ -14,7 +14,7 @@ from mt_core.config_map import MegatronMap
 from mt_core.errors import ConfigError
 from mt_models.deepseek.config import PRESETS as DECODERS
 from mt_models.deepseek.config import DeepseekConfig, flops_per_token, shrink_deepseek
-from mt_models.llava.config import Part, check_decoder, validated
+from mt_models.llava.config import check_decoder, validated
 from mt_models.llava.dynamic_config import (
     DynamicResolutionConfig,
     MergedPatchConfig,
@@ -84,8 +84,6 @@ class KimiK25Config(DynamicResolutionConfig):
     """The id that stands for an image in the text, once for each of its merged patches."""
     projection_norm_epsilon: Annotated[float, Field(ge=0)] = 1e-5
     """Added to the variance in the norm in front of the projection."""
-    freeze: list[Part] = Field(default_factory=list)
-    """Parts that are not trained: vision_model, vision_projection (the patch merger), language_model."""
 
     @property
     def projection_weights(self) -> int:

@@ -77,7 +77,8 @@ class VisionLanguageConfig(ModelConfig):
     image_token_index: NonNegativeInt
     """The id that stands for an image in the text, once for each of its features. It need not be in the vocabulary."""
     freeze: list[Part] = Field(default_factory=list)
-    """Parts that are not trained: vision_model, vision_projection, language_model."""
+    """Parts that are not trained: vision_model, vision_projection (what is between the two, patch mergers included),
+    language_model."""
 
     @model_validator(mode="before")
     @classmethod

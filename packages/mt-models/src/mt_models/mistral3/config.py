@@ -15,7 +15,6 @@ from mt_models.flops import flops_per_token
 from mt_models.llava.config import (
     CLIP_MEAN,
     CLIP_STD,
-    Part,
     ProjectionActivation,
     check_decoder,
     validated,
@@ -83,8 +82,6 @@ class Mistral3Config(DynamicResolutionConfig):
     """Between the matrices of the projection."""
     projection_bias: bool = False
     """Biases in the projection."""
-    freeze: list[Part] = Field(default_factory=list)
-    """Parts that are not trained: vision_model, vision_projection, language_model."""
 
     @property
     def projection_weights(self) -> int:

@@ -12,7 +12,7 @@ from mt_core.config.fields import NonNegativeInt, PositiveInt
 from mt_core.config.schema import Config
 from mt_core.config_map import MegatronMap
 from mt_core.errors import ConfigError
-from mt_models.llava.config import Part, check_decoder, decoder_training_flops, validated
+from mt_models.llava.config import check_decoder, decoder_training_flops, validated
 from mt_models.llava.dynamic_config import (
     DynamicResolutionConfig,
     MergedPatchConfig,
@@ -96,8 +96,6 @@ class Qwen3VLConfig(DynamicResolutionConfig):
     """A table with the keys of the family qwen, and mrope_section. The vocabulary is model.vocab_size."""
     image_token_index: NonNegativeInt = 151655
     """The id that stands for an image in the text, once for each of its merged patches."""
-    freeze: list[Part] = Field(default_factory=list)
-    """Parts that are not trained: vision_model, vision_projection (the patch mergers), language_model."""
 
 
 def check_qwen3_vl(config: Config) -> None:

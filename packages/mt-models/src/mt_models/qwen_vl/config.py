@@ -17,7 +17,6 @@ from mt_models.flops import Convention, Flops, TokenFlops, flops_per_token
 from mt_models.llava.config import (
     CLIP_MEAN,
     CLIP_STD,
-    Part,
     check_decoder,
     validated,
 )
@@ -114,8 +113,6 @@ class QwenVLConfig(DynamicResolutionConfig):
     """A table with the keys of the family qwen, and mrope_section. The vocabulary is model.vocab_size."""
     image_token_index: NonNegativeInt = 151655
     """The id that stands for an image in the text, once for each of its merged patches."""
-    freeze: list[Part] = Field(default_factory=list)
-    """Parts that are not trained: vision_model, vision_projection (the patch merger), language_model."""
 
 
 def check_qwen_vl(config: Config) -> None:
