@@ -39,11 +39,11 @@ LATENT_QUERIES = {
 
 
 def name_map(config: DeepseekConfig) -> NameMap:
-    layers = [rule.for_layer(number) for number in range(config.num_layers) for rule in _layer(config, number)]
+    layers = [rule.for_layer(number) for number in range(config.num_layers) for rule in layer_rules(config, number)]
     return decoder_map(config, layers)
 
 
-def _layer(config: DeepseekConfig, number: int) -> list[Rule]:
+def layer_rules(config: DeepseekConfig, number: int) -> list[Rule]:
     sparse = config.moe is not None and MoEOptions(config).layers[number]
     second = experts(MoEOptions(config)) if sparse else feed_forward()
     return [*norms(PRE_NORMS), *latent_attention(config), *second]

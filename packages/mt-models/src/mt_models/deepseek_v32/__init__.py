@@ -12,6 +12,7 @@ SPEC = ModelSpec(
     presets=Lazy("mt_models.deepseek_v32.presets:PRESETS"),
     name_maps={
         "hf": Lazy("mt_models.deepseek_v32.hugging_face:HUGGING_FACE"),
+        "gguf": Lazy("mt_models.deepseek_v32.gguf:GGUF"),
         "megatron": Lazy("mt_models.deepseek_v32.megatron:MEGATRON"),
     },
     shrink=Lazy("mt_models.deepseek_v32.config:shrink_indexers"),
