@@ -18,7 +18,7 @@ from typing import Any
 import torch
 import transformers
 from tests.ckpt import config_values
-from tests.ckpt.family_cases import CASES, Case, inputs_of, make_model
+from tests.ckpt.family_cases import CASES, Case, class_named, inputs_of, make_model
 from torch import Tensor, nn
 
 from mt_ckpt.hugging_face.reader import open_checkpoint
@@ -73,7 +73,7 @@ class Sweep:
 
     def __init__(self, name: str, folder: Path, host: PluginHost) -> None:
         self.name, self.case, self.folder, self.host = name, with_few_positions(CASES[name]), folder, host
-        self.kind = getattr(transformers, self.case.model)
+        self.kind = class_named(self.case.model)
         model = make_model(self.case)
         self.config, self.base = model.config, folder / "base"
         self.shapes = shapes_of(model)

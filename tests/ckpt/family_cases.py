@@ -98,6 +98,7 @@ class Case:
 AUTO = {
     # transformers lists it as the decoder of a model of images and text alone.
     "Mistral4ForCausalLM": "Mistral4ForCausalLM",
+    "Glm5NextTextForCausalLM": "Glm5NextTextForCausalLM",
     "ForCausalLM": "AutoModelForCausalLM",
     "LMHeadModel": "AutoModelForCausalLM",
     "ForPreTraining": "AutoModelForPreTraining",
@@ -624,6 +625,26 @@ CASES: dict[str, Case] = {
         | {"indexer_compress_ratio": 2, "output_gate_type": "sigmoid"}
         | {"rope_parameters": {"rope_type": "default", "rope_theta": 1e4, "partial_rotary_factor": 0.5}},
     ),
+    "glm5_next": Case(
+        "glm5_next",
+        "Glm5NextTextForCausalLM",
+        "Glm5NextTextConfig",
+        {key: value for key, value in LATENT.items() if key not in ("qk_rope_head_dim", "first_k_dense_replace")}
+        | {"layer_types": ["linear_attention", "indexed_attention", "linear_attention"], "q_lora_rank": 14}
+        | {"mlp_layer_types": ["dense", "sparse", "sparse"], "linear_num_heads": 4, "linear_head_dim": 6}
+        | {"index_topk": 6, "index_kpool": 2, "index_n_heads": 13, "index_head_dim": 8, "hc_mult": 3}
+        # Small norms behind sums of streams would make gradients of their weights differences of large terms.
+        | {"rms_norm_eps": 0.1, **dict.fromkeys(("bos_token_id", "eos_token_id", "pad_token_id"))},
+    ),
+    "bailing_hybrid": Case(
+        "bailing_hybrid",
+        "BailingHybridForCausalLM",
+        "BailingHybridConfig",
+        {key: value for key, value in LATENT.items() if key not in ("n_routed_experts", "max_position_embeddings")}
+        | {"num_experts": 8, "model_max_length": 64, "head_dim": 6, **GROUPS}
+        | {"layer_types": ["linear_attention", "full_attention", "linear_attention"], "num_nextn_predict_layers": 0}
+        | dict.fromkeys(("bos_token_id", "eos_token_id", "pad_token_id")),
+    ),
     "qwen3_next": Case(
         "qwen_next",
         "Qwen3NextForCausalLM",
@@ -812,6 +833,17 @@ CASES: dict[str, Case] = {
 }
 
 
+def class_named(name: str) -> Any:
+    """A class of `transformers`, or one around a decoder that it has without an LM head alone."""
+    import transformers
+
+    if name in ("Glm5NextTextForCausalLM", "Glm5NextTextModel"):
+        from tests.models.glm5_next_reference import Glm5NextTextForCausalLM
+
+        return Glm5NextTextForCausalLM
+    return getattr(transformers, name)
+
+
 def model_type_of(case: Case) -> str:
     import transformers
 
@@ -826,7 +858,7 @@ def make_model(case: Case) -> nn.Module:
     parts = {name: getattr(transformers, kind)(**keys) for name, (kind, keys) in case.parts.items()}
     config = getattr(transformers, case.config)(**case.keys, **parts)
     config._attn_implementation = "eager"
-    model = getattr(transformers, case.model)(config).float().eval()
+    model = class_named(case.model)(config).float().eval()
     generator = torch.Generator().manual_seed(0)
     with torch.no_grad():
         for parameter in model.parameters():

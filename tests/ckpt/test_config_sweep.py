@@ -30,6 +30,7 @@ NOT_SWEPT = {
     "gemma4_unified": "gemma4_unified_text within a file that has towers too",
     "kimi_k2": "deepseek_v3, under another name, for which transformers has no class",
     "kimi_k25": "deepseek_v3 within a file that has an image tower too",
+    "glm5_next": "glm5_next_text within a file that has an image tower too",
     "smolvlm": "idefics3, under another name",
     "rwkv7": "transformers has no class for it; tests/models/test_rwkv7.py compares it with formulas",
 }

@@ -74,6 +74,8 @@ FAMILIES: dict[str, dict[str, Any]] = {
         "hy_v3",
         "muse_glimmer",
         "qwen4_exp",
+        "bailing_hybrid",
+        "glm5_next",
         "nemotron_3",
         "granite_hybrid",
         "falcon_h1",
@@ -90,7 +92,7 @@ FAMILIES: dict[str, dict[str, Any]] = {
 }
 UNSHARED = "mistral_large4 without shared latents"
 ON_DEMAND = ("lfm3", "afmoe", "longcat_flash", "mistral_large4", UNSHARED)
-ON_DEMAND += ("mimo_v2_flash", "mimo_v2_flash that predicts")
+ON_DEMAND += ("mimo_v2_flash", "mimo_v2_flash that predicts", "bailing_hybrid", "glm5_next")
 """Families all of whose layouts are exhaustive: what these divide is divided in families above too."""
 ROTARY_GPT = {"position_embedding_type": "rope", "normalization": "RMSNorm", "add_bias_linear": False}
 FAMILIES[UNSHARED] = {**FAMILIES["mistral_large4"], "kv_source_layers": None}
@@ -126,7 +128,7 @@ REFUSED |= {("qwen_next", "tp-sp"), ("qwen_next that predicts", "tp-sp")}
 # Gradients of an indexer's norm nearly cancel, too, since a shift of all scores changes nothing.
 REFUSED |= {("deepseek_v32 that learns", "tp-sp")}
 # A choice is among the keys of the whole sequence.
-CHOOSING = ("qwen4_exp", "deepseek_v32", "deepseek_v4", "glm_5", "minimax_m3", "mistral_large4")
+CHOOSING = ("qwen4_exp", "glm5_next", "deepseek_v32", "deepseek_v4", "glm_5", "minimax_m3", "mistral_large4")
 REFUSED |= {(name, "cp") for name in FAMILIES if name.startswith(CHOOSING)}
 ELSEWHERE = {("deepseek_v4", "pp"), ("deepseek_v4", "ep")}
 """In tests/models/test_moe_layouts.py too, with losses of indexers and multi-token prediction."""

@@ -16,6 +16,7 @@ import pytest
 import torch
 from safetensors.torch import save_file
 from tests.ckpt.convert_cases import GROUPED, MODELS
+from tests.ckpt.family_cases import class_named
 from tests.covering import EXHAUSTIVE
 from tests.infer.engines import (
     configuration,
@@ -238,13 +239,13 @@ NO_TOWER = ("model.vision_", "model.multi_modal_projector.")
 
 def reference_of(config: Config, model: nn.Module, folder: Path) -> nn.Module:
     """The model of `transformers` from files with our weights, in the names that we write."""
-    transformers = pytest.importorskip("transformers")
+    pytest.importorskip("transformers")
     family: HuggingFaceFamily = host()[specs.MODELS].get(config.model.family).name_maps["hf"].load()
     # The ids of special tokens that files without a tokenizer have. Defaults may lie outside of a small vocabulary.
     external = {**special_ids({}), **family.write_config(config.model)}
     (folder / "config.json").write_text(json.dumps(external))
     save_file(to_reference(model, family), folder / "model.safetensors", metadata={"format": "pt"})
-    kind = getattr(transformers, external["architectures"][0])
+    kind = class_named(external["architectures"][0])
     reference, loading = kind.from_pretrained(
         folder, attn_implementation="eager", dtype=torch.float32, output_loading_info=True
     )

@@ -32,6 +32,8 @@ MOE_MODELS = (
     "muse_glimmer",
     "qwen4_exp",
     "kimi_linear",
+    "bailing_hybrid",
+    "glm5_next",
     "hybrid",
     "mistral4",
     "mistral_large4",

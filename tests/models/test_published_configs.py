@@ -34,6 +34,9 @@ WITHOUT_EFFECT = {
     "qwen4-exp": {"model_type", "architectures"},
     "muse-glimmer-30b": {"out_hidden_size", "projector_hidden_size"},
     "mimo-v2-flash (without FP8)": {"sliding_window"},
+    "ling-3.0-tiny": {"pad_token_id", "architectures"},
+    "glm-5.3-flash (text)": {"model_type", "architectures"},
+    "ling-3.0-flash": {"pad_token_id", "architectures", "num_nextn_predict_layers"},
     "granite-4.0-h-tiny": {"position_embedding_type"},
 }
 """Keys that other keys of the same file switch off, that only generation reads or that name a token of the tokenizer,

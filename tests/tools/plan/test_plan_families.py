@@ -103,6 +103,17 @@ CASES: dict[str, tuple[dict[str, Any], dict[str, Any], str]] = {
         {"dataset_type": "mock", "seq_length": 32},
         "cross_entropy",
     ),
+    "glm5_next": (
+        {**WORDS, **LATENT, **DELTA_NET, "linear_num_value_heads": 2, "ffn_hidden_size": 64, "qk_pos_emb_head_dim": 0}
+        | {"dsa_indexer_n_heads": 2, "dsa_indexer_head_dim": 8, "dsa_indexer_topk": 8},
+        {"dataset_type": "mock", "seq_length": 32},
+        "cross_entropy",
+    ),
+    "bailing_hybrid": (
+        {**WORDS, **LATENT, **DELTA_NET, "linear_num_value_heads": 2, "ffn_hidden_size": 64},
+        {"dataset_type": "mock", "seq_length": 32},
+        "cross_entropy",
+    ),
     "deepseek": (
         {**WORDS, **LATENT, "ffn_hidden_size": 64, "max_position_embeddings": 32, "mtp_num_layers": 1},
         {"dataset_type": "mock", "seq_length": 32},

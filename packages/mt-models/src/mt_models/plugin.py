@@ -6,6 +6,7 @@ from mt_core.hookspecs import hookimpl
 from mt_core.specs import LossSpec, ModelSpec
 from mt_models import (
     afmoe,
+    bailing_hybrid,
     bart,
     bert,
     biencoder,
@@ -20,6 +21,7 @@ from mt_models import (
     gemma4,
     gemma4_vl,
     glm4_moe_lite,
+    glm5_next,
     gpt,
     gpt_oss,
     granite,
@@ -104,6 +106,8 @@ FAMILIES = (
     mistral_large4.SPEC,
     longcat_flash.SPEC,
     kimi_linear.SPEC,
+    bailing_hybrid.SPEC,
+    glm5_next.SPEC,
     granite_moe.SPEC,
     gpt_oss.SPEC,
     olmoe.SPEC,

@@ -10,6 +10,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from mt_core.config.layer_pattern import layers_with_experts
+from mt_core.config.schema import Activation
 from mt_core.errors import ConfigError, TrainingError
 from mt_core.nn.activations import activate, is_gated
 from mt_core.nn.feed_forward import FeedForwardConfigLike
@@ -45,8 +46,9 @@ class SharedExperts(LayoutModule):
 
     def __init__(self, shape: FeedForwardConfigLike, ffn_size: int, ctx: ParallelContext, *, gate: bool) -> None:
         super().__init__(ctx)
-        self.activation = shape.activation
-        blocks = 2 if is_gated(shape.activation) else 1
+        # A family whose shared experts have another activation than the routed ones says so.
+        self.activation: Activation = getattr(shape, "shared_expert_activation", shape.activation)
+        blocks = 2 if is_gated(self.activation) else 1
         hidden, bias = shape.hidden_size, shape.add_bias_linear
         self.linear_fc1 = ColumnParallelLinear(
             hidden, blocks * ffn_size, ctx, bias=bias, init=normal(shape.init_method_std), sections=blocks

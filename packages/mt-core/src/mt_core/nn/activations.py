@@ -46,9 +46,9 @@ LIMIT = 10.0
 """The same of limited_swiglu."""
 
 
-def limited_swiglu(gate: Tensor, up: Tensor) -> Tensor:
-    """silu(min(gate, 10)) clip(up, -10, 10), of DeepSeek-V4 (DeepSeek, 2026)."""
-    return F.silu(gate.clamp(max=LIMIT)) * up.clamp(-LIMIT, LIMIT)
+def limited_swiglu(gate: Tensor, up: Tensor, limit: float = LIMIT) -> Tensor:
+    """silu(min(gate, limit)) clip(up, -limit, limit), of DeepSeek-V4 (DeepSeek, 2026)."""
+    return F.silu(gate.clamp(max=limit)) * up.clamp(-limit, limit)
 
 
 GATED: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
@@ -61,8 +61,21 @@ GATED: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
 """Gated activations of the gate half and the other one (Shazeer, GLU Variants, 2020)."""
 
 
+CAPPED = "capped_swiglu:"
+"""Before its limit, the name of the activation `capped_swiglu`: that of a layer, from the keys of its family."""
+
+
+def capped_swiglu(gate: Tensor, up: Tensor, limit: float) -> Tensor:
+    """min(silu(gate), limit) clip(up, -limit, limit), of Ling 3.0 (inclusionAI, 2026)."""
+    return F.silu(gate).clamp(max=limit) * up.clamp(-limit, limit)
+
+
+LIMITED = "limited_swiglu:"
+"""The same before another limit of `limited_swiglu` than 10 (GLM-5.3-Flash)."""
+
+
 def is_gated(name: str) -> bool:
-    return name in GATED
+    return name in GATED or name.startswith((CAPPED, LIMITED))
 
 
 FUSED = frozenset({"swiglu", "geglu", "geglu_tanh", "clamped_swiglu", "squared_relu"})
@@ -74,4 +87,8 @@ def activate(name: str, x: Tensor) -> Tensor:
     if name in PLAIN:
         return PLAIN[name](x)
     gate, up = x.chunk(2, dim=-1)
+    if name.startswith(CAPPED):
+        return capped_swiglu(gate, up, float(name.removeprefix(CAPPED)))
+    if name.startswith(LIMITED):
+        return limited_swiglu(gate, up, float(name.removeprefix(LIMITED)))
     return GATED[name](gate, up)

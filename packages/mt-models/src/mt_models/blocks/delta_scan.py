@@ -108,11 +108,12 @@ class DeltaScan:
     ) -> Tensor:
         """mixed [B, S, C], b and a [B, S, H] -> [B, S, H, V]. segment_ids [B, S]: convolutions and state are reset
         between documents."""
+        wide = mixed.to(weights.conv.dtype)
         if segment_ids is None:
-            convolved = causal_conv(mixed, weights.conv, None)
+            convolved = causal_conv(wide, weights.conv, None)
         else:
-            convolved = causal_conv_of_segments(mixed, weights.conv, None, segment_ids)
-        inputs = self._inputs(convolved, b, a, weights)
+            convolved = causal_conv_of_segments(wide, weights.conv, None, segment_ids)
+        inputs = self._inputs(convolved, mixed.dtype, b, a, weights)
         # The chunked form depends on where a sequence's chunks begin, and a sequence that is decoded in parts has
         # others.
         rule = self.recurrent if is_batch_invariant() else self.rule
@@ -123,15 +124,20 @@ class DeltaScan:
     ) -> tuple[Tensor, tuple[Tensor, Tensor]]:
         """The positions after a state -> [B, S, H, V], and the state behind them. past [B, k - 1, C]: the last inputs
         of the convolutions; state [B, H, D, V]."""
-        inputs = self._inputs(causal_conv(mixed, weights.conv, None, past), b, a, weights)
+        taps = weights.conv
+        convolved = causal_conv(mixed.to(taps.dtype), taps, None, past.to(taps.dtype))
+        inputs = self._inputs(convolved, mixed.dtype, b, a, weights)
         # Cut from [past, new] and not from the new alone, which may be fewer than k - 1.
         kept = with_past(mixed, past.shape[1], past)[:, mixed.shape[1] :]
         rule = self.recurrent if mixed.shape[1] == 1 or is_batch_invariant() else self.rule
         o, state = rule(inputs, state=state)
         return o, (kept, state)
 
-    def _inputs(self, convolved: Tensor, b: Tensor, a: Tensor, weights: DeltaWeights) -> DeltaInputs:
-        q, k, v = self.heads.split(F.silu(convolved))
+    def _inputs(
+        self, convolved: Tensor, dtype: torch.dtype, b: Tensor, a: Tensor, weights: DeltaWeights
+    ) -> DeltaInputs:
+        # dtype: of the inputs; the taps may be fp32, in which the convolutions and the activation are computed then.
+        q, k, v = self.heads.split(F.silu(convolved).to(dtype))
         beta = b.sigmoid()
         return DeltaInputs(q, k, v, self._decays(a, weights), beta if self.strength == 1.0 else beta * self.strength)
 

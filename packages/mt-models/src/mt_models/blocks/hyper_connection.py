@@ -113,6 +113,18 @@ class StreamOutput(nn.Module):
         return normed
 
 
+class StreamMean(nn.Module):
+    """norm(mean of the streams), the input of the LM head: [B, S, n H] -> [B, S, H] (GLM-5.3-Flash)"""
+
+    def __init__(self, streams: int, norm: nn.Module) -> None:
+        super().__init__()
+        self.streams, self.norm = streams, norm
+
+    def forward(self, streams: Tensor) -> Tensor:
+        normed: Tensor = self.norm(streams.unflatten(-1, (self.streams, -1)).mean(-2))
+        return normed
+
+
 def repeated(x: Tensor, streams: int) -> Tensor:
     """[B, S, H] -> [B, S, n H]: equal streams."""
     return x.repeat(1, 1, streams)

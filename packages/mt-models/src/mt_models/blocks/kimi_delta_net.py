@@ -2,7 +2,7 @@
 rule with a decay of each channel, a gated norm of each head, a projection out (Kimi Linear, 2025).
 
 Decays and the gate of the output come from the input by two matrices each, with as many channels between them as a head
-has. Tensor parallelism gives each rank whole heads.
+has, or by one (Ling 3.0, 2026). Tensor parallelism gives each rank whole heads.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from torch import Tensor
 
 from mt_core.nn.attention import AttentionPattern
 from mt_core.nn.cache import Cache, SequenceState
-from mt_core.nn.layout import LayoutModule, ParameterLayout, Split, normal
+from mt_core.nn.layout import Init, LayoutModule, ParameterLayout, Split, normal
 from mt_core.nn.linear import ColumnParallelLinear, RowParallelLinear
 from mt_core.parallel.context import ParallelContext
 from mt_models.blocks.delta_scan import ContextParallelDeltaScan, DeltaHeads, DeltaScan, DeltaWeights
@@ -29,12 +29,18 @@ from mt_models.blocks.rotary import RotaryAngles
 
 @dataclass(frozen=True)
 class KimiDeltaScan(DeltaScan):
-    """DeltaScan with a [B, S, H D] and dt_bias [H D]: a decay of each channel."""
+    """DeltaScan with a [B, S, H D] and dt_bias [H D]: a decay of each channel.
+
+    lower_bound: g = lower_bound sigmoid(exp(A_log) (a + dt_bias)) in place of -exp(A_log) softplus(a + dt_bias).
+    """
+
+    lower_bound: float | None = None
 
     def _decays(self, a: Tensor, weights: DeltaWeights) -> Tensor:
         """[B, S, H, D]"""
-        rates = F.softplus(a.float() + weights.dt_bias).unflatten(-1, (-1, self.heads.key_dim))
-        return -weights.A_log.float().exp()[:, None] * rates
+        inner = (a.float() + weights.dt_bias).unflatten(-1, (-1, self.heads.key_dim))
+        rates = weights.A_log.float().exp()[:, None]
+        return -rates * F.softplus(inner) if self.lower_bound is None else self.lower_bound * (rates * inner).sigmoid()
 
 
 class Fp32GatedHeadNorm(GatedHeadNorm):
@@ -50,30 +56,39 @@ class KimiDeltaNet(LayoutModule):
 
     Rows of in_proj are the blocks q, k, v, b. A_log and dt_bias are fp32 whatever the dtype of the other weights. It
     takes the place of self-attention in a layer.
+
+    lower_bound: see `KimiDeltaScan`. fp32_taps: so are the taps of the convolutions, which are computed in it.
+    initial_rates: of A_log; default: rates from 1 to 16.
     """
 
     A_log: Tensor
     dt_bias: Tensor
 
-    def __init__(self, config: DeltaNetConfigLike, ctx: ParallelContext) -> None:
+    def __init__(
+        self,
+        config: DeltaNetConfigLike,
+        ctx: ParallelContext,
+        *,
+        lower_bound: float | None = None,
+        fp32_taps: bool = False,
+        initial_rates: Init | None = None,
+    ) -> None:
         super().__init__(ctx)
         heads, self.size = config.linear_num_key_heads, config.linear_key_head_dim
         width, init = heads * self.size, normal(config.init_method_std)
         self.in_proj = PackedColumnParallelLinear(
             config.hidden_size, (width, width, width, heads), ctx, bias=False, init=init
         )
-        self.conv1d = ConvolutionWeights((width, width, width), config.linear_conv_kernel_dim, ctx, bias=False)
-
-        def down() -> ReplicatedLinear:
-            return ReplicatedLinear(config.hidden_size, self.size, ctx, init=init, bias=False, on_sequence=True)
-
-        def up() -> ColumnParallelLinear:
-            return ColumnParallelLinear(self.size, width, ctx, bias=False, init=init)
-
-        self.forget_down_proj, self.forget_up_proj = down(), up()
-        self.gate_down_proj, self.gate_up_proj = down(), up()
-        split = Split(dim=0, axis="tp")
-        self.declare("A_log", ParameterLayout((heads,), log_uniform(1.0, 16.0), (split,), dtype=torch.float32))
+        self.conv1d = ConvolutionWeights(
+            (width, width, width),
+            config.linear_conv_kernel_dim,
+            ctx,
+            bias=False,
+            dtype=torch.float32 if fp32_taps else None,
+        )
+        self._declare_gates(config, width)
+        split, rates = Split(dim=0, axis="tp"), initial_rates or log_uniform(1.0, 16.0)
+        self.declare("A_log", ParameterLayout((heads,), rates, (split,), dtype=torch.float32))
         steps = time_step_bias(1e-3, 0.1, 1e-4)
         self.declare("dt_bias", ParameterLayout((width,), steps, (split,), dtype=torch.float32))
         self.out_norm = Fp32GatedHeadNorm(self.size, config.linear_norm_epsilon, torch.sigmoid, ctx)
@@ -82,8 +97,31 @@ class KimiDeltaNet(LayoutModule):
         )
         local = DeltaHeads(heads // ctx.tp.size, self.size, heads // ctx.tp.size, self.size)
         rule = partial(chunked_kimi_rule, chunk_size=config.linear_chunk_size)
-        self.scan = KimiDeltaScan(local, rule, 1.0, recurrent_kimi_rule)
+        self.scan = KimiDeltaScan(local, rule, 1.0, recurrent_kimi_rule, lower_bound)
         self.scan_shards = ContextParallelDeltaScan(self.scan, ctx.cp) if ctx.cp.size > 1 else self.scan
+
+    def _declare_gates(self, config: DeltaNetConfigLike, width: int) -> None:
+        """The matrices of decays and of the gate of the output."""
+        init = normal(config.init_method_std)
+
+        def down() -> ReplicatedLinear:
+            return ReplicatedLinear(config.hidden_size, self.size, self.ctx, init=init, bias=False, on_sequence=True)
+
+        def up() -> ColumnParallelLinear:
+            return ColumnParallelLinear(self.size, width, self.ctx, bias=False, init=init)
+
+        self.forget_down_proj, self.forget_up_proj = down(), up()
+        self.gate_down_proj, self.gate_up_proj = down(), up()
+
+    def decay_input(self, hidden: Tensor) -> Tensor:
+        """[B, S, H D] of this rank's heads, without dt_bias."""
+        decays: Tensor = self.forget_up_proj(self.forget_down_proj(hidden))
+        return decays
+
+    def output_gate(self, hidden: Tensor) -> Tensor:
+        """[B, S, H D] of this rank's heads, before the sigmoid."""
+        gate: Tensor = self.gate_up_proj(self.gate_down_proj(hidden))
+        return gate
 
     def forward(
         self, hidden: Tensor, pattern: AttentionPattern, angles: RotaryAngles | None = None, cache: Cache | None = None
@@ -92,8 +130,7 @@ class KimiDeltaNet(LayoutModule):
         are reset. angles are not used."""
         *qkv, heads = self.in_proj.local_blocks
         mixed, b = self.in_proj.joined(hidden).split((sum(qkv), heads), -1)
-        a = self.forget_up_proj(self.forget_down_proj(hidden))
-        gate = self.gate_up_proj(self.gate_down_proj(hidden))
+        a, gate = self.decay_input(hidden), self.output_gate(hidden)
         if cache is None:
             o = self.scan_shards(mixed, b, a, self.scan_weights(), pattern.segment_ids)
         else:
@@ -118,3 +155,23 @@ class KimiDeltaNet(LayoutModule):
 
     def scan_weights(self) -> DeltaWeights:
         return DeltaWeights(self.conv1d.weight.squeeze(1), self.A_log, self.dt_bias)
+
+
+class FullRankKimiDeltaNet(KimiDeltaNet):
+    """The same with one matrix for decays and one for the gate of the output."""
+
+    def _declare_gates(self, config: DeltaNetConfigLike, width: int) -> None:
+        def one() -> ColumnParallelLinear:
+            return ColumnParallelLinear(
+                config.hidden_size, width, self.ctx, bias=False, init=normal(config.init_method_std)
+            )
+
+        self.forget_proj, self.gate_proj = one(), one()
+
+    def decay_input(self, hidden: Tensor) -> Tensor:
+        decays: Tensor = self.forget_proj(hidden)
+        return decays
+
+    def output_gate(self, hidden: Tensor) -> Tensor:
+        gate: Tensor = self.gate_proj(hidden)
+        return gate

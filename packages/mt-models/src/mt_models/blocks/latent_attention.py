@@ -128,7 +128,12 @@ class LatentAttention(nn.Module):
             out = self.over_sequence(source, latents, positional, pattern, angles)
         else:
             out = self._cached(self.queries(source, angles), latents, positional, pattern, cache)
-        return self.linear_proj(out.flatten(2))
+        return self.output(out, x)
+
+    def output(self, heads: Tensor, x: Tensor) -> Tensor:
+        """[B, S, heads of this rank, value] of all positions, and the input x [B, S, H] -> [B, S, H]"""
+        projected: Tensor = self.linear_proj(heads.flatten(2))
+        return projected
 
     def over_sequence(
         self, source: Tensor, latents: Tensor, positional: Tensor, pattern: AttentionPattern, angles: RotaryAngles

@@ -7,6 +7,7 @@ whole groups and the heads that they serve.
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 
 import torch
 from torch import Tensor
@@ -142,12 +143,20 @@ class ConvolutionWeights(LayoutModule):
     weight: Tensor
     bias: Tensor | None
 
-    def __init__(self, blocks: tuple[int, int, int], taps: int, ctx: ParallelContext, *, bias: bool) -> None:
+    def __init__(
+        self,
+        blocks: tuple[int, int, int],
+        taps: int,
+        ctx: ParallelContext,
+        *,
+        bias: bool,
+        dtype: torch.dtype | None = None,
+    ) -> None:
         super().__init__(ctx)
         self.local_blocks = [block // ctx.tp.size for block in blocks]
         # torch's default for a depthwise Conv1d, whose fan-in is its taps, and which mamba_ssm leaves as it is.
         init = uniform(1.0 / math.sqrt(taps))
-        self.declare("weight", packed_layout(blocks, (1, taps), init))
+        self.declare("weight", replace(packed_layout(blocks, (1, taps), init), dtype=dtype))
         self.declare("bias", packed_layout(blocks, (), init) if bias else None)
 
     def blocks(self, channels: Tensor) -> tuple[Tensor, Tensor, Tensor]:

@@ -44,6 +44,15 @@ ROTARY = ("rotary_base", "rope_scaling_type")
 
 
 def check_kimi_linear(config: Config) -> None:
+    check_kimi_layers(config)
+    model = config.model
+    for key in ROTARY:
+        if getattr(model, key) != type(model).model_fields[key].default:
+            raise ConfigError(f"model.{key}={getattr(model, key)} would be ignored: this family has no positions")
+
+
+def check_kimi_layers(config: Config) -> None:
+    """Raise ConfigError for heads of different sizes, and for layers of multi-token prediction."""
     check_deepseek(config)
     check_delta_nets(config)
     model = config.model
@@ -59,11 +68,8 @@ def check_kimi_linear(config: Config) -> None:
             )
     if model.mtp_num_layers:
         raise ConfigError(
-            f"model.mtp_num_layers={model.mtp_num_layers} is not supported by model.family=kimi_linear; it can be 0"
+            f"model.mtp_num_layers={model.mtp_num_layers} is not supported by model.family={model.family}; it can be 0"
         )
-    for key in ROTARY:
-        if getattr(model, key) != type(model).model_fields[key].default:
-            raise ConfigError(f"model.{key}={getattr(model, key)} would be ignored: this family has no positions")
 
 
 def shrink_kimi_linear(model: Mapping[str, Any], seq_length: int) -> dict[str, Any]:

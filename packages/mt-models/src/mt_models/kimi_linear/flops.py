@@ -14,14 +14,22 @@ from mt_models.kimi_linear.config import KimiLinearConfig
 
 def flops_per_token(config: KimiLinearConfig, seq_length: int, *, convention: Convention = "seen") -> DeltaNetFlops:
     """The mean over the tokens of a sequence. Raises ConfigError when the vocabulary is unknown."""
+    return kimi_flops(config, seq_length, convention, linear=linear_projection_flops(config))
+
+
+def kimi_flops(
+    config: KimiLinearConfig, seq_length: int, convention: Convention, *, linear: float, gate: float = 0.0
+) -> DeltaNetFlops:
+    """linear: of the projections of one layer of Kimi delta attention; gate: of that of the output of one of latent
+    attention."""
     latent = latent_flops_per_token(config, seq_length, convention=convention)
-    linear = sum(config.linear_layers)
-    share = (config.num_layers - linear) / config.num_layers
+    layers = sum(config.linear_layers)
+    share = (config.num_layers - layers) / config.num_layers
     return DeltaNetFlops(
-        linear_projections=linear * linear_projection_flops(config),
-        linear_convolution=linear * delta_convolution_flops(config),
-        linear_rule=linear * delta_rule_flops(config, seq_length, convention),
-        attention_projections=share * latent.attention_projections,
+        linear_projections=layers * linear,
+        linear_convolution=layers * delta_convolution_flops(config),
+        linear_rule=layers * delta_rule_flops(config, seq_length, convention),
+        attention_projections=share * latent.attention_projections + (config.num_layers - layers) * gate,
         attention_core=share * latent.attention_core,
         feed_forward=latent.feed_forward,
         output=latent.output,

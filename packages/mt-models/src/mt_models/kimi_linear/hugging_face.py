@@ -71,13 +71,14 @@ class OfHeads(Rule):
 def name_map(config: KimiLinearConfig) -> NameMap:
     rules: list[Rule] = []
     for number, linear in enumerate(config.linear_layers):
-        block = _delta_rules(config) if linear else deepseek.latent_rules(config)
+        block = delta_rules(config) if linear else deepseek.latent_rules(config)
         layer = (*norm_rules(PRE_NORMS), *block, *_feed_forward(config, number))
         rules += [rule.for_layer(number) for rule in layer]
     return decoder_name_map(config, rules)
 
 
-def _delta_rules(config: KimiLinearConfig) -> list[Rule]:
+def delta_rules(config: KimiLinearConfig, rates: type[Rule] = OfHeads) -> list[Rule]:
+    """rates: the rule of A_log."""
     ours, theirs = f"{OURS}self_attention.", f"{THEIRS}self_attn."
     width, heads = config.linear_key_size, config.linear_num_key_heads
     same = {
@@ -94,7 +95,7 @@ def _delta_rules(config: KimiLinearConfig) -> list[Rule]:
     return [
         Blocks(f"{ours}in_proj.weight", projections, sizes=(width, width, width, heads)),
         Blocks(f"{ours}conv1d.weight", convolutions, sizes=(width, width, width)),
-        OfHeads(f"{ours}A_log", f"{theirs}A_log"),
+        rates(f"{ours}A_log", f"{theirs}A_log"),
         *(Same(ours + own, theirs + name) for own, name in same.items()),
     ]
 
