@@ -18,7 +18,8 @@ from typing import Any
 import torch
 import transformers
 from tests.ckpt import config_values
-from tests.ckpt.family_cases import CASES, Case, class_named, inputs_of, make_model
+from tests.ckpt.family_cases import CASES, SOUND_SAMPLES, Case, class_named, inputs_of, make_model
+from tests.models.qwen3_omni_reference import reference_features, sound
 from torch import Tensor, nn
 
 from mt_ckpt.hugging_face.reader import open_checkpoint
@@ -183,6 +184,8 @@ class Sweep:
         vocabulary = external.get("vocab_size", external.get("text_config", {}).get("vocab_size"))
         side = external.get("image_size", external.get("vision_config", {}).get("image_size"))
         inputs = sweep_inputs(self.case)
+        if self.case.inputs == "text_with_sound":
+            return inputs | self._sounds(external)
         square = "pixel_values" in inputs and case_has_square_images(self.case)
         if square and isinstance(side, int) and 0 < side != inputs["pixel_values"].shape[-1]:
             images = torch.randn(*inputs["pixel_values"].shape[:-2], side, side, generator=torch.manual_seed(3))
@@ -195,6 +198,11 @@ class Sweep:
             for name, ids in inputs.items()
         }
 
+    def _sounds(self, external: dict[str, Any]) -> dict[str, Tensor]:
+        """Spectrograms with the mel bins of a changed config.json."""
+        bins = external["audio_config"]["num_mel_bins"]
+        return {"input_features": reference_features(SOUNDS, bins)[0]} if isinstance(bins, int) and bins > 0 else {}
+
 
 DYNAMIC = (
     "text_with_patches",
@@ -203,6 +211,9 @@ DYNAMIC = (
     "text_with_rows_of_patches",
 )
 """Inputs with images of any size."""
+
+
+SOUNDS = [sound(SOUND_SAMPLES, seed) for seed in (1, 2)]
 
 
 def case_has_square_images(case: Case) -> bool:
@@ -285,6 +296,8 @@ def as_ours(case: Case, inputs: dict[str, Tensor]) -> dict[str, Tensor]:
     if case.inputs == "images":
         return {"images": inputs["pixel_values"]}
     found = {"tokens": inputs["input_ids"]}
+    if case.inputs == "text_with_sound":
+        return {**found, "audio": torch.stack(SOUNDS), "audio_lengths": torch.tensor([[SOUND_SAMPLES]] * 2)}
     if case.inputs in DYNAMIC:
         return {**found, "images": _cells().view(2, 6, 3, 4, 4), "image_grids": torch.tensor([[[2, 3]]] * 2)}
     if "pixel_values" in inputs:

@@ -573,6 +573,16 @@ QWEN3_VL: dict[str, Any] = {
     "image_token_index": 100,
     "vocab_size": 101,
 }  # fmt: skip
+QWEN3_OMNI: dict[str, Any] = {
+    **QWEN3_VL,
+    "family": "qwen3_omni",
+    "audio_model": {
+        "num_layers": 2, "hidden_size": 24, "num_attention_heads": 2, "ffn_hidden_size": 20, "num_mel_bins": 19,
+        "conv_channels": 3,
+    },
+    "language_model": {**QWEN3_VL["language_model"], "moe": {"num_experts": 4, "moe_ffn_hidden_size": 12}},
+    "audio_token_index": 99,
+}  # fmt: skip
 QWEN_NEXT_VL: dict[str, Any] = {
     **QWEN3_VL,
     "family": "qwen_next_vl",

@@ -64,6 +64,8 @@ TOWER = {"hidden_size": 24, "num_hidden_layers": 3, "num_attention_heads": 2, "i
 TOWER |= {"image_size": 12, "patch_size": 4}
 FEATURES, IMAGE = 9, VOCAB - 1
 """Patches of an image, and the token that stands for one."""
+AUDIO, SOUND_SAMPLES, SOUND_POSITIONS = VOCAB - 2, 3_300, 3
+"""The token that stands for sound; samples of a sound of 20 frames, and the tokens that it has."""
 
 
 @dataclass(frozen=True)
@@ -121,6 +123,8 @@ AUTO = {
     "MiniMaxM3SparseForConditionalGeneration": "AutoModelForImageTextToText",
     "Qwen3_5MoeForConditionalGeneration": "AutoModelForImageTextToText",
     "Qwen3VLMoeForConditionalGeneration": "AutoModelForImageTextToText",
+    # transformers lists the whole with its talker alone.
+    "Qwen3OmniMoeThinkerForConditionalGeneration": "Qwen3OmniMoeThinkerForConditionalGeneration",
     "ForSequenceClassification": "AutoModelForSequenceClassification",
     "ForMultipleChoice": "AutoModelForMultipleChoice",
     "ForImageClassification": "AutoModelForImageClassification",
@@ -229,6 +233,24 @@ def qwen3_vl(kind: str, **text_keys: Any) -> Case:
     }
     keys = {"image_token_id": IMAGE}
     return Case("qwen3_vl", f"{stem}ForConditionalGeneration", f"{stem}Config", keys, "text_with_patches", parts)
+
+
+def qwen3_omni() -> Case:
+    text = {**MOE, "num_experts": 4, "moe_intermediate_size": 12, "rope_parameters": {"rope_type": "default"}}
+    text["rope_parameters"] |= {"rope_theta": 1e4, "mrope_section": [2, 1, 1]}
+    vision = qwen3_vl("", **DECODER).parts["vision_config"][1]
+    audio = {
+        "num_mel_bins": 19, "encoder_layers": 2, "encoder_attention_heads": 3, "encoder_ffn_dim": 20, "d_model": 24,
+        "output_dim": text["hidden_size"], "downsample_hidden_size": 5,
+    }  # fmt: skip
+    parts = {
+        "audio_config": ("Qwen3OmniMoeAudioEncoderConfig", audio),
+        "vision_config": ("Qwen3OmniMoeVisionEncoderConfig", vision),
+        "text_config": ("Qwen3OmniMoeTextConfig", text),
+    }
+    keys = {"image_token_id": IMAGE, "audio_token_id": AUDIO, "tie_word_embeddings": False}
+    stem = "Qwen3OmniMoeThinker"
+    return Case("qwen3_omni", f"{stem}ForConditionalGeneration", f"{stem}Config", keys, "text_with_sound", parts)
 
 
 def gemma4_vl(vision_keys: dict[str, Any], **text_keys: Any) -> Case:
@@ -830,6 +852,7 @@ CASES: dict[str, Case] = {
     ),
     "qwen3_vl": qwen3_vl("", **DECODER),
     "qwen3_vl_moe": qwen3_vl("Moe", **MOE, num_experts=4, moe_intermediate_size=12),
+    "qwen3_omni_moe_thinker": qwen3_omni(),
 }
 
 
@@ -857,6 +880,9 @@ def make_model(case: Case) -> nn.Module:
 
     parts = {name: getattr(transformers, kind)(**keys) for name, (kind, keys) in case.parts.items()}
     config = getattr(transformers, case.config)(**case.keys, **parts)
+    if case.inputs == "text_with_sound":
+        # Published files have these, which the class reads and does not declare.
+        config.vision_start_token_id = config.vision_end_token_id = 0
     config._attn_implementation = "eager"
     model = class_named(case.model)(config).float().eval()
     generator = torch.Generator().manual_seed(0)
@@ -910,6 +936,17 @@ def inputs_of(case: Case) -> dict[str, Tensor]:
         tokens[:, 2:8] = IMAGE
         patches = torch.randn(48, 3, 2, 2, generator=generator)
         return {"input_ids": tokens, "pixel_values": patches, "image_grid_thw": torch.tensor([[1, 4, 6]] * 2)}
+    if case.inputs == "text_with_sound":
+        # Without grids positions are those of words, as they are beside sound alone.
+        tokens = tokens.where(tokens != AUDIO, 1)
+        tokens[:, 2 : 2 + SOUND_POSITIONS] = AUDIO
+        frames, bins = SOUND_SAMPLES // 160, case.parts["audio_config"][1]["num_mel_bins"]
+        return {
+            "input_ids": tokens,
+            "input_features": torch.randn(2, bins, frames, generator=generator),
+            "feature_attention_mask": torch.ones(2, frames, dtype=torch.long),
+            "attention_mask": torch.ones_like(tokens),
+        }
     if case.inputs == "text_with_patches":
         tokens[:, 2:8] = IMAGE
         patches = torch.randn(48, 24, generator=generator)

@@ -32,6 +32,7 @@ NOT_SWEPT = {
     "kimi_k25": "deepseek_v3 within a file that has an image tower too",
     "glm5_next": "glm5_next_text within a file that has an image tower too",
     "smolvlm": "idefics3, under another name",
+    "qwen3_omni_moe": "qwen3_omni_moe_thinker with a talker, whose class has no forward pass",
     "rwkv7": "transformers has no class for it; tests/models/test_rwkv7.py compares it with formulas",
 }
 """Types of a family that no case has: why."""
@@ -95,6 +96,7 @@ TELLING = {
     "kimi_k25": ("pos_emb_height", "merge_kernel_size", "projection_layer_norm_eps", "n_group"),
     "mistral3": ("hidden_act", "spatial_merge_size", "vision_feature_layer", "head_dim"),
     "qwen3_vl": ("rope_parameters", "deepstack_visual_indexes", "num_position_embeddings", "out_hidden_size"),
+    "qwen3_omni_moe_thinker": ("n_window", "n_window_infer", "num_mel_bins", "activation_function", "norm_topk_prob"),
     "olmo_hybrid": ("layer_types", "rope_parameters", "linear_allow_neg_eigval", "num_key_value_heads"),
     "mamba2": ("rescale_prenorm_residual",),
     "deepseek_v3": ("n_group", "topk_group", "head_dim", "num_nextn_predict_layers"),

@@ -31,7 +31,7 @@ def test_a_recipe_is_valid(recipe: Path, capsys) -> None:
 FAMILIES = {
     *("gpt", "llama", "mistral", "qwen", "gemma", "mamba", "hybrid", "retro"),
     *("bert", "t5", "biencoder", "vision", "llava", "smolvlm", "internvl", "qwen_vl", "qwen3_vl", "qwen_next_vl"),
-    *("gemma4_vl", "mistral3", "kimi_k25", "minimax_m3_vl"),
+    *("gemma4_vl", "mistral3", "kimi_k25", "minimax_m3_vl", "qwen3_omni"),
 }
 NEEDS_FILES = {"bert", "t5", "ict", "retriever-ict", "retriever-dpr", "shapes"}
 NEEDS_FILES |= {"facts-gpt", "facts-retro", "facts-sft"}

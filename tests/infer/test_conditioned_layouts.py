@@ -12,6 +12,7 @@ from tests.ckpt.convert_cases import (
     MINIMAX_M3_VL,
     MISTRAL3,
     MODELS,
+    QWEN3_OMNI,
     QWEN3_VL,
     QWEN_NEXT_VL,
     QWEN_VL,
@@ -39,7 +40,7 @@ RETRO = {
 }
 CASES: dict[str, dict[str, Any]] = {"t5": MODELS["t5"], "llava": MODELS["llava"], "retro": RETRO, "qwen_vl": QWEN_VL}
 CASES |= {"qwen3_vl": QWEN3_VL, "qwen_next_vl": QWEN_NEXT_VL, "gemma4_vl": GEMMA4_VL_EXPERTS, "mistral3": MISTRAL3}
-CASES |= {"kimi_k25": KIMI_K25, "minimax_m3_vl": MINIMAX_M3_VL}
+CASES |= {"kimi_k25": KIMI_K25, "minimax_m3_vl": MINIMAX_M3_VL, "qwen3_omni": QWEN3_OMNI}
 DATA = {"retro": {"dataset_type": "builtin_retro", "retro_chunk_length": 4, "seq_length": 16}}
 GREEDY = SamplingParameters(temperature=0.0, max_tokens=7, logprobs=0)
 Outputs = list[tuple[list[int], list[float]]]
@@ -53,6 +54,12 @@ def requests(name: str) -> tuple[list[list[int]], list[dict[str, Tensor]]]:
         images, grids = torch.randn(9, 3, 4, 4, generator=generator), torch.tensor([[2, 3], [1, 3]])
         inputs = [{"images": part, "image_grids": grids[i : i + 1]} for i, part in enumerate((images[:6], images[6:]))]
         return [[5, *[100] * 6, 9], [*[100] * 3, 7, 8]], inputs
+    if name == "qwen3_omni":
+        images, grids = torch.randn(6, 3, 4, 4, generator=generator), torch.tensor([[2, 3]])
+        sound, lengths = 0.3 * torch.randn(5000, generator=generator), torch.tensor([3300, 1700])
+        heard = {"audio": sound, "audio_lengths": lengths}
+        texts = [[5, *[99] * 3, 9, *[100] * 6, *[99] * 2], [*[100] * 6, 7, 8]]
+        return texts, [{**heard, "images": images, "image_grids": grids}, {"images": images, "image_grids": grids}]
     if name == "llava":
         images = torch.randn(2, 3, 8, 8, generator=generator)
         return [[5, *[100] * 4, 9], [*[100] * 4, 7, 8]], [{"images": images[:1]}, {"images": images[1:]}]
@@ -93,6 +100,8 @@ OF_ANY_SIZE = ("qwen_vl", "qwen3_vl", "qwen_next_vl", "gemma4_vl", "mistral3", "
 """Families of images of any size: with tensor parallelism alone they are exhaustive, as sequences that are divided have
 it too, and llava has both."""
 UNDIVIDED = {(name, "tp") for name in OF_ANY_SIZE} | {("minimax_m3_vl", "tp-sp")}
+# With what sound adds to qwen3_vl, whose layouts are run by default.
+UNDIVIDED |= {("qwen3_omni", parallel) for parallel in ("tp", "tp-sp", "pp")}
 LAYOUTS = [
     *((2, (name, parallel)) for name in CASES for parallel in ("tp", "tp-sp") if (name, parallel) not in UNDIVIDED),
     *((2, ("t5", parallel)) for parallel in ("pp", "pp-zbv")),

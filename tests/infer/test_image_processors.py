@@ -195,7 +195,8 @@ def test_values_that_do_not_fit_the_model_are_named(family: str, fields: dict[st
 def test_images_for_a_model_of_text_name_the_families_that_take_some(tmp_path: Path) -> None:
     shape = {"num_layers": 1, "hidden_size": 16, "num_attention_heads": 2, "vocab_size": 9}
     config = config_from_dict({"model": {"family": "llama", **shape}}, HOST)
-    families = "gemma4_vl, internvl, kimi_k25, llava, minimax_m3_vl, mistral3, qwen3_vl, qwen_next_vl, qwen_vl, smolvlm"
+    families = "gemma4_vl, internvl, kimi_k25, llava, minimax_m3_vl, mistral3, qwen3_omni, qwen3_vl, qwen_next_vl, "
+    families += "qwen_vl, smolvlm"
     words = f"model.family=llama takes no images; models of these families do: {families}"
     with pytest.raises(ConfigError, match=words):
         VisualQuestions([], ByteLevelTokenizer(), config, keys={}, sampling=SamplingParameters())

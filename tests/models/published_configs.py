@@ -938,6 +938,50 @@ QWEN3_VL_8B = {
     },
     "vision_end_token_id": 151653, "vision_start_token_id": 151652,
 }  # fmt: skip
+QWEN3_OMNI_30B = {
+    "architectures": ["Qwen3OmniMoeForConditionalGeneration"], "assistant_token_id": 77091, "dtype": "bfloat16",
+    "enable_audio_output": True, "im_end_token_id": 151645, "im_start_token_id": 151644, "model_type": "qwen3_omni_moe",
+    "code2wav_config": {"codebook_size": 2048, "hidden_size": 1024, "num_hidden_layers": 8},
+    "talker_config": {"accept_hidden_layer": 24, "audio_token_id": 151675, "thinker_hidden_size": 2048},
+    "system_token_id": 8948, "transformers_version": "4.57.0.dev0", "tts_bos_token_id": 151672,
+    "tts_eos_token_id": 151673, "tts_pad_token_id": 151671, "user_token_id": 872,
+    "thinker_config": {
+        "audio_config": {
+            "activation_dropout": 0, "activation_function": "gelu", "attention_dropout": 0, "conv_chunksize": 500,
+            "d_model": 1280, "downsample_hidden_size": 480, "dropout": 0, "encoder_attention_heads": 20,
+            "encoder_ffn_dim": 5120, "encoder_layers": 32, "initializer_range": 0.02, "max_source_positions": 1500,
+            "model_type": "qwen3_omni_moe_audio_encoder", "n_window": 50, "n_window_infer": 800,
+            "num_hidden_layers": 32, "num_mel_bins": 128, "output_dim": 2048, "scale_embedding": False,
+        },
+        "audio_end_token_id": 151670, "audio_start_token_id": 151669, "audio_token_id": 151675, "dtype": "bfloat16",
+        "image_token_id": 151655, "initializer_range": 0.02, "model_type": "qwen3_omni_moe_thinker",
+        "position_id_per_seconds": 13, "seconds_per_chunk": 2,
+        "text_config": {
+            "attention_bias": False, "attention_dropout": 0.0, "decoder_sparse_step": 1, "head_dim": 128,
+            "hidden_act": "silu", "hidden_size": 2048, "initializer_range": 0.02, "intermediate_size": 768,
+            "max_position_embeddings": 65536, "mlp_only_layers": [], "model_type": "qwen3_omni_moe_text",
+            "moe_intermediate_size": 768, "norm_topk_prob": True, "num_attention_heads": 32, "num_experts": 128,
+            "num_experts_per_tok": 8, "num_hidden_layers": 48, "num_key_value_heads": 4, "output_router_logits": False,
+            "rms_norm_eps": 1e-06,
+            "rope_scaling": {
+                "interleaved": True, "mrope_section": [24, 20, 20], "rope_type": "default", "type": "default",
+            },
+            "rope_theta": 1000000, "router_aux_loss_coef": 0.001, "shared_expert_intermediate_size": 0,
+            "sliding_window": None, "use_cache": True, "use_qk_norm": True, "use_sliding_window": False,
+            "vocab_size": 152064,
+        },
+        "user_token_id": 872, "video_token_id": 151656,
+        "vision_config": {
+            "deepstack_visual_indexes": [8, 16, 24], "depth": 27, "hidden_act": "gelu_pytorch_tanh",
+            "hidden_size": 1152, "image_size": 768, "in_channels": 3, "in_chans": 3, "initializer_range": 0.02,
+            "intermediate_size": 4304, "model_type": "qwen3_omni_moe_vision_encoder", "num_heads": 16,
+            "num_position_embeddings": 2304, "out_hidden_size": 2048, "patch_size": 16, "spatial_merge_size": 2,
+            "spatial_patch_size": 16, "temporal_patch_size": 2, "tokens_per_second": 2,
+            "apply_vit_abs_pos_embed": True,
+        },
+        "vision_end_token_id": 151653, "vision_start_token_id": 151652,
+    },
+}  # fmt: skip
 SMOLVLM_500M = {
     "architectures": ["SmolVLMForConditionalGeneration"], "image_token_id": 49190, "model_type": "smolvlm",
     "pad_token_id": 128002, "scale_factor": 4,
@@ -1239,6 +1283,7 @@ PUBLISHED: dict[str, tuple[str, dict[str, Any]]] = {
     "gemma-4-31b": ("gemma4_vl", GEMMA4_31B),
     "mistral-small-3.1": ("mistral3", MISTRAL_SMALL_31),
     "qwen3-vl-8b": ("qwen3_vl", QWEN3_VL_8B),
+    "qwen3-omni-30b-a3b": ("qwen3_omni", QWEN3_OMNI_30B),
     "smolvlm2-500m": ("smolvlm", SMOLVLM_500M),
     "internvl3-1b": ("internvl", INTERNVL3_1B),
 }

@@ -22,6 +22,8 @@ WITHOUT_EFFECT = {
     "minimax-m3 (text)": {"model_type", "architectures"},
     "smolvlm2-500m": {"model_type", "architectures"},
     "k-exaone-236b-a23b": {"sliding_window_pattern"},
+    # The talker is left out; the parts of the thinker have several spellings.
+    "qwen3-omni-30b-a3b": {"enable_audio_output", "thinker_config"},
     "lfm2-1.2b": {"block_auto_adjust_ff_dim"},
     "ernie-4.5-21b-a3b": {"num_nextn_predict_layers"},
     "hunyuan-a13b": {"moe_topk", "moe_intermediate_size", "num_shared_expert", "attention_dropout"},

@@ -149,7 +149,7 @@ class ScriptedGenerator:
 
     def __init__(self, text: str, *, forever: bool = False) -> None:
         self.tokenizer = ByteLevelTokenizer()
-        self.prompts = SimpleNamespace(has_encoder=False, takes_images=False)
+        self.prompts = SimpleNamespace(has_encoder=False, takes_images=False, takes_sounds=False)
         world = SimpleNamespace(size=1)
         self.engine = SimpleNamespace(ctx=SimpleNamespace(world=world), statistics=[EngineStatistics()])
         self._text, self._forever = text, forever

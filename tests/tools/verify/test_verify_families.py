@@ -65,6 +65,7 @@ SLOW_EXAMPLE_LAYOUTS = [
     ("qwen_vl", PP),
     ("qwen_vl", TP, SP),
     ("qwen_next_vl", PP),
+    ("qwen3_omni", PP),
     ("mistral3", PP),
     ("smolvlm", PP),
     # Experts of deepseek.

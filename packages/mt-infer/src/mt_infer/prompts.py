@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterable, Mapping, Sequence
 from functools import cached_property
 from itertools import chain
@@ -34,11 +35,18 @@ from mt_data.datasets.images.videos import (
     read_view,
     views_of_frames,
 )
+from mt_data.datasets.sounds.reading import read_sound, require_length
+from mt_data.datasets.sounds.rules import MARK as SOUND_MARK
+from mt_data.datasets.sounds.rules import SOUND
+from mt_data.datasets.sounds.tokens import SoundTokens
 from mt_data.datasets.text_files import Encode, bare_encoder
 
+Sound = NDArray[np.float32]
+"""[samples] of one channel at 16 kHz."""
 Prompt = str | Sequence[int]
 """A text, or token ids."""
 ENCODER_TOKENS, IMAGES, IMAGE_GRIDS = "encoder_tokens", "images", "image_grids"
+AUDIO, AUDIO_LENGTHS = "audio", "audio_lengths"
 """Names in a model's `conditioned_by`."""
 COLOURS = ("image_mean", "image_std")
 WHOLE = Grid(1, 1)
@@ -82,26 +90,33 @@ class PromptEncoder:
         return IMAGES in self.conditioned_by
 
     @property
+    def takes_sounds(self) -> bool:
+        return AUDIO in self.conditioned_by
+
+    @property
     def takes_videos(self) -> bool:
         """Whether a folder of frames or an animated file can be given in place of an image."""
         return bool(getattr(self.model, "TAKES_VIDEOS", False))
 
     def encode(self, prompt: Prompt, inputs: Mapping[str, Tensor]) -> tuple[list[int], Mapping[str, Tensor]]:
         """Ids that are continued, and the inputs. Of a model with an encoder the prompt is the encoder's text, unless
-        that is among the inputs; in a text each "<image>" stands for one of the images, which else come first.
+        that is among the inputs; in a text each "<image>" stands for one of the images, which else come first, and each
+        "<audio>" for one of the sounds.
 
         Raises ConfigError for ids that the model lacks.
         """
         if self.has_encoder and ENCODER_TOKENS not in inputs:
             # The decoder continues from its start token; the prompt is what the encoder reads, [1, S].
             return [self._decoder_start()], {**inputs, ENCODER_TOKENS: torch.tensor([self.tokens(prompt)])}
-        if isinstance(prompt, str) and IMAGES in inputs:
+        if isinstance(prompt, str) and (IMAGES in inputs or AUDIO in inputs):
+            samples = inputs[AUDIO_LENGTHS].tolist() if AUDIO_LENGTHS in inputs else []
             # [images, 2]: rows and columns of tiles; models of one view for each image have no grids.
-            grids: list[Sequence[int]] = [WHOLE] * len(inputs[IMAGES])
+            grids: list[Sequence[int]] = [WHOLE] * len(inputs.get(IMAGES, ()))
             if IMAGE_GRIDS in inputs:
                 grids = inputs[IMAGE_GRIDS].tolist()
             times = [grid[2] for grid in grids if len(grid) > 2]
-            return self.with_images(prompt, [Grid(*grid[:2]) for grid in grids], microseconds=times), inputs
+            found = [Grid(*grid[:2]) for grid in grids]
+            return self.with_images(prompt, found, microseconds=times, samples=samples), inputs
         return self.tokens(prompt), inputs
 
     def tokens(self, prompt: Prompt) -> list[int]:
@@ -113,9 +128,9 @@ class PromptEncoder:
             # A position is needed to sample from.
             return ids if ids or start is None else [start]
         size = self.model.vocab_size or self.tokenizer.vocab_size
-        # The image token may lie behind the vocabulary.
-        image = getattr(self.model, "image_token_index", None)
-        wrong = [token for token in prompt if not 0 <= token < size and token != image]
+        # The tokens of images and sounds may lie behind the vocabulary.
+        media = [getattr(self.model, f"{kind}_token_index", None) for kind in ("image", "audio")]
+        wrong = [token for token in prompt if not 0 <= token < size and token not in media]
         if wrong:
             raise ConfigError(f"the prompt has the token {wrong[0]}; ids go from 0 to {size - 1}")
         return list(prompt)
@@ -141,37 +156,60 @@ class PromptEncoder:
         """Tokens that stand for images, of a model that takes some."""
         return image_data(self.config).image_tokens(bare_encoder(self.tokenizer))
 
+    @cached_property
+    def sound_tokens(self) -> SoundTokens:
+        """Tokens that stand for sounds, of a model that takes some."""
+        return SoundTokens(self.model.AUDIO_RULE, bare_encoder(self.tokenizer))
+
     def with_images(
-        self, prompt: str, grids: Sequence[Grid], encode: Encode | None = None, microseconds: Sequence[int] = ()
+        self,
+        prompt: str,
+        grids: Sequence[Grid],
+        encode: Encode | None = None,
+        microseconds: Sequence[int] = (),
+        samples: Sequence[int] = (),
     ) -> list[int]:
         """Ids of a text with images, which were cut by these grids (`views_of`). Each "<image>" stands for one of the
         images, which else come first. encode: of a text that has its first ids, such as BOS; None: the tokenizer adds
-        them, once. microseconds: above 0 for a view of a video that continues the one before it. Raises ConfigError for
-        another number of marks."""
+        them, once. microseconds: above 0 for a view of a video that continues the one before it. samples: of sounds,
+        each "<audio>" being one. Raises ConfigError for another number of marks."""
         if self.image_tokens.in_templates is not None:
             # Chat templates of some families write a placeholder of their own.
             prompt = prompt.replace(self.image_tokens.in_templates, MARK)
-        marks = prompt.count(MARK)
-        if marks not in (0, len(grids)):
-            raise ConfigError(
-                f"the prompt has {MARK} {marks} times, and the number of images is {len(grids)}; they go in order"
-            )
-        # Example: "a<image>b" -> "a", "b"; "a" with two images -> "", "", "a": the images, then the text.
-        pieces = prompt.split(MARK) if marks else [""] * len(grids) + [prompt]
+        prompt = marked(prompt, MARK, len(grids))
+        if samples:
+            prompt = marked(prompt.replace(self.sound_tokens.in_templates, SOUND_MARK), SOUND_MARK, len(samples))
+        # Example: "a<image>b" -> "a", "<image>", "b".
+        pieces = re.split(f"({MARK}|{SOUND_MARK})" if samples else f"({MARK})", prompt)
+        images = iter(self.image_tokens.of_all(grids, microseconds))
+        sounds = iter(self.sound_tokens.of_all(samples) if samples else ())
         within = encode or bare_encoder(self.tokenizer)
         # The first piece may get BOS from the tokenizer; later ones must not.
         ids = list((encode or self.tokenizer.encode)(pieces[0]))
-        for image, piece in zip(self.image_tokens.of_all(grids, microseconds), pieces[1:], strict=True):
-            # The image's own tokens, in which IMAGE stands for each feature: the model's id in place of it.
-            ids += np.where(image == IMAGE, self.model.image_token_index, image).tolist()
+        for mark, piece in zip(pieces[1::2], pieces[2::2], strict=True):
+            ids += self._ids(next(images if mark == MARK else sounds))
             ids += within(piece)
         return ids
 
-    def with_pictures(self, prompt: str, images: Sequence[ImageViews], encode: Encode | None = None) -> list[int]:
+    def _ids(self, tokens: NDArray[np.int32]) -> list[int]:
+        """Tokens of an image or a sound, with the model's id in place of each feature."""
+        ids = np.where(tokens == IMAGE, self.model.image_token_index, tokens)
+        if self.takes_sounds:
+            ids = np.where(tokens == SOUND, self.model.audio_token_index, ids)
+        found: list[int] = ids.tolist()
+        return found
+
+    def with_pictures(
+        self,
+        prompt: str,
+        images: Sequence[ImageViews],
+        encode: Encode | None = None,
+        sounds: Sequence[Sound] = (),
+    ) -> list[int]:
         """Same as `with_images`, of images and videos: each "<image>" or "<video>" stands for one of them, in order."""
-        grids = [grid for image in images for grid in image.grids]
-        if not self.takes_videos:
-            return self.with_images(prompt, grids, encode)
+        grids, samples = [grid for image in images for grid in image.grids], list(map(len, sounds))
+        if not self.takes_videos or not images:
+            return self.with_images(prompt, grids, encode, samples=samples)
         for placeholder in (self.image_tokens.in_templates, self.image_tokens.video_in_templates, VIDEO):
             prompt = prompt if placeholder is None else prompt.replace(placeholder, MARK)
         marks = prompt.count(MARK)
@@ -182,7 +220,14 @@ class PromptEncoder:
         pieces = prompt.split(MARK) if marks else [""] * len(images) + [prompt]
         texts = [image.text for image in images]
         text = "".join(chain(*zip(pieces, texts, strict=False), pieces[-1:]))
-        return self.with_images(text, grids, encode, [time for image in images for time in image.times])
+        return self.with_images(text, grids, encode, [time for image in images for time in image.times], samples)
+
+    def sound_inputs(self, sounds: Sequence[Sound]) -> Mapping[str, Tensor]:
+        """What the model takes of a prompt's sounds; nothing without sounds."""
+        if not sounds:
+            return {}
+        lengths = torch.tensor([len(sound) for sound in sounds])
+        return {AUDIO: torch.from_numpy(np.concatenate(sounds)), AUDIO_LENGTHS: lengths}
 
     def image_inputs(self, images: Sequence[ImageViews]) -> Mapping[str, Tensor]:
         """What the model takes of a prompt's images; nothing without images."""
@@ -207,6 +252,47 @@ def takes_no_images(family: str) -> str:
 def has_image_token(model: type[Any]) -> bool:
     """model: a type of configurations."""
     return "image_token_index" in model.model_fields
+
+
+def marked(prompt: str, mark: str, count: int) -> str:
+    """A prompt without marks with `count` of them before it. Raises ConfigError for another number of marks."""
+    marks = prompt.count(mark)
+    if marks not in (0, count):
+        kind = f"{mark[1:-1]}s"
+        raise ConfigError(f"the prompt has {mark} {marks} times, and the number of {kind} is {count}; they go in order")
+    return prompt if marks else mark * count + prompt
+
+
+def takes_no_sounds(family: str) -> str:
+    """An error message for sounds given to a model of this family, with the families that take some."""
+    with_sounds = [spec.name for spec in load_plugins()[MODELS] if has_audio_token(spec.config_type.load())]
+    return f"model.family={family} takes no sounds; models of these families do: {', '.join(sorted(with_sounds))}"
+
+
+def has_audio_token(model: type[Any]) -> bool:
+    """model: a type of configurations."""
+    return "audio_token_index" in model.model_fields
+
+
+def read_sounds(files: Sequence[Path], tokens: SoundTokens) -> list[Sound]:
+    """Raises DataError for files that are no sounds, and for those that are too short."""
+    sounds = [read_sound(ImageFile(path)) for path in files]
+    for path, sound in zip(files, sounds, strict=True):
+        require_length(len(sound), tokens.rule, None, str(path))
+    return sounds
+
+
+def deal_sounds(texts: Sequence[str], sounds: Sequence[Path]) -> list[list[Path]]:
+    """The sounds of each text: see `deal_images`."""
+    if len(texts) == 1:
+        return [list(sounds)]
+    counts = [text.count(SOUND_MARK) for text in texts]
+    if sum(counts) != len(sounds):
+        raise ConfigError(
+            f"the prompts have {SOUND_MARK} {sum(counts)} times, and the number of sounds is {len(sounds)}"
+        )
+    rest = iter(sounds)
+    return [[next(rest) for _ in range(count)] for count in counts]
 
 
 def deal_images(texts: Sequence[str], images: Sequence[Path]) -> list[list[Path]]:

@@ -153,8 +153,18 @@ IMAGE_TEXT_SAMPLE = (
     SampleField("position_ids", "int64", "[sequence_length]", "positions"),
     IMAGE,
 )
+SOUND_FIELDS = (
+    SampleField(
+        "audio",
+        "float32",
+        "[max_audio_samples]",
+        "sounds at 16 kHz, end to end; the rest is 0. Absent unless data.audio_token_index is set",
+    ),
+    SampleField("audio_lengths", "int64", "[max_sounds]", "samples of each sound; the rest is 0. Absent like audio"),
+)
 IMAGE_TEXTS_SAMPLE = (
     *IMAGE_TEXT_SAMPLE[:-1],
+    *SOUND_FIELDS,
     image_grids("max_images"),
     SampleField(
         "images",
@@ -196,7 +206,7 @@ IMAGE_DATASETS = (
         "captioned_shapes",
         "shapes",
         "CaptionedShapes",
-        (*IMAGE_TEXT_SAMPLE, image_grids("1")),
+        (*IMAGE_TEXT_SAMPLE, *SOUND_FIELDS, image_grids("1")),
         "Synthetic images, and texts that describe them",
     ),
     _image_spec(

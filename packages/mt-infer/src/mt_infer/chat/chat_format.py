@@ -18,6 +18,7 @@ from mt_data.datasets.sft.chat_templates import (
     NoChatTemplateError,
     load_chat_template,
 )
+from mt_data.datasets.sounds.rules import MARK as SOUND_MARK
 from mt_data.datasets.text_files import bare_encoder
 from mt_infer.chat.partners import Message
 from mt_infer.chat.template_process import TemplateProcess
@@ -145,12 +146,12 @@ class ChatFormat:
         return ""
 
 
-PICTURES = ("image", "video")
-"""Types of parts that stand for pictures."""
+PLACEHOLDERS = {"image": MARK, "video": MARK, "audio": SOUND_MARK}
+"""Types of parts that stand for pictures and sounds, and what stands for them in a text."""
 
 
 def has_image(content: Content) -> bool:
-    return not isinstance(content, str | None) and any(part["type"] in PICTURES for part in content)
+    return not isinstance(content, str | None) and any(part["type"] in PLACEHOLDERS for part in content)
 
 
 def as_parts(content: Content) -> list[Mapping[str, Any]]:
@@ -158,15 +159,15 @@ def as_parts(content: Content) -> list[Mapping[str, Any]]:
 
 
 def as_text(content: Content) -> str:
-    """Texts follow one another; an image or video is a line of its own, as in LLaVA's training data."""
+    """Texts follow one another; an image, a video or a sound is a line of its own, as in LLaVA's training data."""
     if content is None or isinstance(content, str):
         return content or ""
     text, after_image = "", False
     for part in content:
-        is_image = part["type"] in PICTURES
+        is_image = part["type"] in PLACEHOLDERS
         if text and (is_image or after_image) and not text.endswith("\n"):
             text += "\n"
-        text, after_image = text + (MARK if is_image else part["text"]), is_image
+        text, after_image = text + (PLACEHOLDERS[part["type"]] if is_image else part["text"]), is_image
     return text
 
 

@@ -104,6 +104,14 @@ def generate(
             help="An image for the next <image> of the prompts, or a video (a file or a folder of frames). Repeatable.",
         ),
     ] = None,
+    audio: Annotated[
+        list[Path] | None,
+        typer.Option(
+            parser=as_path,
+            metavar="FILE",
+            help="A sound (a WAV file) for the next <audio> of the prompts. Repeatable.",
+        ),
+    ] = None,
     as_json: Annotated[
         bool, typer.Option("--json", help="A line of JSON for each sequence: text, tokens, log-probabilities.")
     ] = False,
@@ -131,8 +139,8 @@ def generate(
     if not (as_json or output) and (parameters.logprobs is not None or parameters.prompt_logprobs is not None):
         raise ConfigError("log-probabilities are shown with --json; add it, or leave out --logprobs, --prompt-logprobs")
     check_files(input_, output, prompt or [], num_samples)
-    if output is not None and image:
-        raise ConfigError("--image is for --prompt; prompts of --input and --num-samples have no images")
+    if output is not None and (image or audio):
+        raise ConfigError("--image and --audio are for --prompt; prompts of --input and --num-samples have none")
     if output is None:
         texts = read_prompts(prompt or [""])
     else:
@@ -143,7 +151,7 @@ def generate(
         if output is not None:
             run_file(generator, source, output, requested)
             return
-        requests = _requests(generator, texts, image or [])
+        requests = _requests(generator, texts, image or [], audio or [])
         (show_json if as_json else show)(generator, requests, requested)
 
     on_ranks(context, path, engine_settings(set_ or []), device, nproc, use)
@@ -169,23 +177,35 @@ def show(generator: TextGenerator, requests: list[Request], sampling: SamplingPa
         typer.echo()
 
 
-def _requests(generator: TextGenerator, texts: list[str], images: list[Path]) -> list[Request]:
-    """Raises ConfigError for images that the model does not take."""
+def _requests(generator: TextGenerator, texts: list[str], images: list[Path], sounds: list[Path]) -> list[Request]:
+    """Raises ConfigError for images and sounds that the model does not take."""
     from mt_data.datasets.images.pixels import ImageFile
-    from mt_infer.prompts import deal_images, image_data, read_images, takes_no_images
+    from mt_infer.prompts import (
+        deal_images,
+        deal_sounds,
+        image_data,
+        read_images,
+        read_sounds,
+        takes_no_images,
+        takes_no_sounds,
+    )
 
-    if not images:
+    prompts, family = generator.prompts, generator.config.model.family
+    if not (images or sounds):
         return [Request(text, text, {}) for text in texts]
-    if not generator.prompts.takes_images:
-        raise ConfigError(f"--image: {takes_no_images(generator.config.model.family)}")
+    if images and not prompts.takes_images:
+        raise ConfigError(f"--image: {takes_no_images(family)}")
+    if sounds and not prompts.takes_sounds:
+        raise ConfigError(f"--audio: {takes_no_sounds(family)}")
     data, found = image_data(generator.config), []
-    videos = generator.prompts.takes_videos
+    videos = prompts.takes_videos
     if not videos and (folder := next((path for path in images if path.is_dir()), None)) is not None:
         raise ConfigError(f"--image {folder} is a folder, which is a video: the model takes images alone")
-    for text, own in zip(texts, deal_images(texts, images), strict=True):
+    for text, own, heard in zip(texts, deal_images(texts, images), deal_sounds(texts, sounds), strict=True):
         read = read_images([ImageFile(path) for path in own], data, videos=videos)
-        ids = generator.prompts.with_pictures(text, read) if own else text
-        found.append(Request(text, ids, generator.prompts.image_inputs(read)))
+        waves = read_sounds(heard, prompts.sound_tokens) if heard else []
+        ids = prompts.with_pictures(text, read, sounds=waves) if own or heard else text
+        found.append(Request(text, ids, {**prompts.image_inputs(read), **prompts.sound_inputs(waves)}))
     return found
 
 

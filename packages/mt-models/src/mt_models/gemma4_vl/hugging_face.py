@@ -1,7 +1,7 @@
 """Gemma 4 with pictures in Hugging Face's format, `gemma4`.
 
-Files with a vision tower are read as this family; their decoders alone are the family gemma4. The tower for sound is
-left out, and what is written says that there is none.
+Files with a vision tower are read as this family, with their tower for sound if they have one; their decoders alone are
+the family gemma4.
 """
 
 from __future__ import annotations
@@ -16,9 +16,15 @@ from mt_core.config_map import ConfigMap, Field, Fixed
 from mt_core.errors import ConfigError
 from mt_core.name_map import NameMap, Rule, Same
 from mt_models.gemma4 import hugging_face as gemma4
-from mt_models.gemma4_vl.config import Gemma4VisionConfig, Gemma4VLConfig, Gemma4VLDecoderConfig
+from mt_models.gemma4_vl.config import (
+    Gemma4AudioConfig,
+    Gemma4VisionConfig,
+    Gemma4VLConfig,
+    Gemma4VLDecoderConfig,
+)
 from mt_models.hugging_face import IGNORED, NOT_A_CHOICE, HuggingFaceFamily, Preprocessor
 from mt_models.llava.image_processor import read_processor, require_fields, trained_keys, written_processor
+from mt_models.vision.hugging_face import export_activation, import_activation
 
 # -- configuration of the decoder --------------------------------------------------------------------
 
@@ -111,6 +117,40 @@ VISION = ConfigMap(
 )
 
 
+# -- configuration of the tower for sound ------------------------------------------------------------
+
+AUDIO = ConfigMap(
+    architecture="gemma4_audio",
+    fields=(
+        Field("num_hidden_layers", "num_layers", default=12),
+        Field("hidden_size", "hidden_size", default=1024),
+        Field("num_attention_heads", "num_attention_heads", default=8),
+        Field("hidden_act", "activation", import_activation, export_activation, default="silu"),
+        Field("subsampling_conv_channels", "conv_channels", list, list, default=[128, 32]),
+        Field("conv_kernel_size", "conv_kernel_size", default=5),
+        Field("residual_weight", "residual_weight", float, default=0.5),
+        Field("attention_chunk_size", "attention_chunk_size", default=12),
+        Field("attention_context_left", "attention_context_left", default=13),
+        Field("attention_context_right", "attention_context_right", default=0),
+        Field("attention_logit_cap", "attention_logit_cap", float, default=50.0),
+        Field("use_clipped_linears", "clipped_linears", default=True),
+        Field("rms_norm_eps", "norm_epsilon", float, default=1e-6),
+        Field("gradient_clipping", "gradient_clipping", float, default=1e10),
+        Field("output_proj_dims", "output_size", default=1536),
+        Field("initializer_range", "init_method_std", float, default=0.02),
+    ),
+    # Those of keys that are not seen, which then have no weight.
+    fixed=(Fixed("attention_invalid_logits_value", (-1e9,)), *NOT_A_CHOICE),
+    ignored=IGNORED,
+)
+
+
+def export_audio(config: Gemma4VLConfig) -> dict[str, Any] | None:
+    if config.audio_model is None:
+        return None
+    return {"model_type": "gemma4_audio", **AUDIO.export_value(config.audio_model.model_dump(mode="json"))}
+
+
 def import_parts(external: Mapping[str, Any]) -> dict[str, Any]:
     if (vision := external.get("vision_config")) is None:
         raise ConfigError(
@@ -118,7 +158,9 @@ def import_parts(external: Mapping[str, Any]) -> dict[str, Any]:
             "model.family=gemma4"
         )
     decoder = import_decoder(external)
+    audio = external.get("audio_config")
     return {
+        **({} if audio is None else {"audio_model": AUDIO.import_value(dict(audio))}),
         "vision_model": {"use_scaled_init_method": False, **VISION.import_value(dict(vision))},
         "vocab_size": decoder.pop("vocab_size"),
         "language_model": decoder,
@@ -132,20 +174,22 @@ def export_parts(model: Mapping[str, Any]) -> dict[str, Any]:
     return {
         "text_config": text,
         "vision_config": {"model_type": "gemma4_vision", **vision},
-        "audio_config": None,
+        "audio_config": export_audio(config),
         "tie_word_embeddings": text["tie_word_embeddings"],
     }
 
 
 GEMMA4 = ConfigMap(
     architecture="gemma4",
-    fields=(Field("image_token_id", "image_token_index", default=258880),),
+    fields=(
+        Field("image_token_id", "image_token_index", default=258880),
+        Field("audio_token_id", "audio_token_index", default=258881),
+    ),
     fixed=NOT_A_CHOICE,
     ignored={
         **IGNORED,
         **dict.fromkeys(
-            ("audio_config", "boa_token_id", "eoa_token_id", "eoa_token_index", "audio_token_id"),
-            "of the tower for sound, which the model does not have",
+            ("boa_token_id", "eoa_token_id", "eoa_token_index"), "marks sound in texts, which the tokenizer's tokens do"
         ),
         **dict.fromkeys(("boi_token_id", "eoi_token_id"), "marks images in texts, which the tokenizer's tokens do"),
         "video_token_id": "of videos, which the model does not take",
@@ -153,7 +197,7 @@ GEMMA4 = ConfigMap(
         "initializer_range": "of both parts together, which have their own",
     },
     import_extra=import_parts,
-    import_extra_keys=("vision_config", "text_config", "tie_word_embeddings"),
+    import_extra_keys=("vision_config", "audio_config", "text_config", "tie_word_embeddings"),
     export_extra=export_parts,
 )
 
@@ -223,6 +267,53 @@ def tower_rules(config: Gemma4VisionConfig) -> list[Rule]:
     return NameMap(rules, config.num_layers).rules
 
 
+SOUND_NORMS = {
+    **{
+        f"{ours}.{kind}_layernorm": f"{theirs}.{kind}_layer_norm"
+        for ours, theirs in (("mlp1", "feed_forward1"), ("mlp2", "feed_forward2"))
+        for kind in ("pre", "post")
+    },
+    "convolution.pre_layernorm": "lconv1d.pre_layer_norm",
+    "convolution.conv_layernorm": "lconv1d.conv_norm",
+    "pre_attention_layernorm": "norm_pre_attn",
+    "post_attention_layernorm": "norm_post_attn",
+    "final_layernorm": "norm_out",
+}
+SOUND_MATRICES = {
+    **{f"self_attention.linear_{name}": f"self_attn.{name}_proj" for name in "qkv"},
+    "self_attention.linear_proj": "self_attn.post",
+    "convolution.linear_start": "lconv1d.linear_start",
+    "convolution.linear_end": "lconv1d.linear_end",
+    **{
+        f"mlp{n}.linear_{ours}": f"feed_forward{n}.ffw_layer_{theirs}"
+        for n in (1, 2)
+        for ours, theirs in (("up", 1), ("down", 2))
+    },
+}
+
+
+def sound_rules(config: Gemma4AudioConfig) -> list[Rule]:
+    ours, theirs = "audio_model.", "model.audio_tower."
+    layer, their_layer = f"{ours}layers.{{i}}.", f"{theirs}layers.{{i}}."
+    conv = f"{theirs}subsample_conv_projection."
+    rules: list[Rule] = [
+        *(Same(f"{ours}embedding.conv{n + 1}.weight", f"{conv}layer{n}.conv.weight") for n in (0, 1)),
+        *(Same(f"{ours}embedding.conv{n + 1}.norm_weight", f"{conv}layer{n}.norm.weight") for n in (0, 1)),
+        Same(f"{ours}embedding.linear.weight", f"{conv}input_proj_linear.weight"),
+        *(Same(f"{ours}linear.{kind}", f"{theirs}output_proj.{kind}") for kind in ("weight", "bias")),
+        Same("audio_projection.linear.weight", "model.embed_audio.embedding_projection.weight"),
+        Same(f"{layer}self_attention.linear_distance.weight", f"{their_layer}self_attn.relative_k_proj.weight"),
+        Same(f"{layer}self_attention.per_dim_scale", f"{their_layer}self_attn.per_dim_scale"),
+        Same(f"{layer}convolution.weight", f"{their_layer}lconv1d.depthwise_conv1d.weight"),
+        *(Same(f"{layer}{a}.weight", f"{their_layer}{b}.weight") for a, b in SOUND_NORMS.items()),
+    ]
+    for a, b in SOUND_MATRICES.items():
+        rules.append(Same(f"{layer}{a}.linear.weight", f"{their_layer}{b}.linear.weight"))
+        if config.clipped_linears:
+            rules += [OneNumber(f"{layer}{a}.bounds.{bound}", (f"{their_layer}{b}.{bound}",)) for bound in BOUNDS]
+    return NameMap(rules, config.num_layers).rules
+
+
 def nested(name: str) -> str:
     """The name of a tensor of the decoder beside a tower."""
     return name.replace("model.", "model.language_model.", 1) if name.startswith("model.") else name
@@ -243,7 +334,9 @@ def name_map(config: Gemma4VLConfig) -> NameMap:
     towers = {f"model.{tower}.*" for tower in gemma4.TOWERS}
     ignored = {nested(name) for name in decoder.ignored if name not in towers}
     rules = [*tower_rules(config.vision_model), *map(beside_tower, decoder.rules)]
-    return NameMap(rules, 0, ignored | {"model.audio_tower.*", "model.embed_audio.*"})
+    if config.audio_model is None:
+        return NameMap(rules, 0, ignored | {"model.audio_tower.*", "model.embed_audio.*"})
+    return NameMap([*rules, *sound_rules(config.audio_model)], 0, ignored)
 
 
 def copies(config: Gemma4VLConfig) -> Mapping[str, str]:

@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from dataclasses import replace
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor, nn
@@ -21,10 +21,13 @@ from mt_core.nn.cache import Conditioning
 from mt_core.parallel.context import ParallelContext
 from mt_models.gemma4.attention import IMAGE_TOKENS, ImagePattern
 from mt_models.gemma4.model import Gemma4Model
+from mt_models.gemma4_vl.audio import Gemma4AudioTower, SoundEmbedding
 from mt_models.gemma4_vl.config import Gemma4VLConfig, Gemma4VLDecoderConfig
 from mt_models.gemma4_vl.vision import Gemma4VisionTower, PooledProjection
 from mt_models.llava.dynamic_resolution import DynamicResolutionModel
 from mt_models.llava.vision_language import spliced_words
+from mt_models.sound.language_model import SOUNDS, SoundLanguageModel
+from mt_models.sound.spectrogram import GEMMA_SHORTEST
 
 
 class Gemma4VLDecoder(Gemma4Model):
@@ -70,9 +73,12 @@ class Gemma4VLModel(DynamicResolutionModel):
         decoder = self.config.decoder
         # As build_decoder of other families, with a decoder that no other family uses.
         decoder_context = context.config.model_copy(update={"model": decoder})
-        model = Gemma4VLDecoder(decoder, replace(context, config=decoder_context))
+        model = self.decoder_type()(decoder, replace(context, config=decoder_context))
         model.image_token = self.config.image_token_index
         return model
+
+    def decoder_type(self) -> type[Gemma4VLDecoder]:
+        return Gemma4VLDecoder
 
     @property
     def is_divisible(self) -> bool:  # type: ignore[override]
@@ -114,6 +120,57 @@ class Gemma4VLModel(DynamicResolutionModel):
         return {**conditioning, IMAGE_TOKENS: torch.tensor(len(inputs["images"]))}
 
 
+# -- sound -------------------------------------------------------------------------------------------
+
+
+class Gemma4SoundDecoder(Gemma4VLDecoder):
+    """Gemma 4 with the places of images and of sound."""
+
+    sounds: Tensor | None = None
+
+    @contextmanager
+    def with_sounds(self, places: Tensor) -> Iterator[None]:
+        """Within this context a forward pass has sound at `places`, bool [B, S]."""
+        self.sounds = places
+        try:
+            yield
+        finally:
+            self.sounds = None
+
+    def embeddings_of_layers(self, tokens: Tensor, hidden: Tensor) -> Tensor | None:
+        found = [places for places in (self.places, self.sounds) if places is not None]
+        if self.per_layer_inputs is None or not found:
+            return Gemma4Model.embeddings_of_layers(self, tokens, hidden)
+        places = torch.stack(found).any(0)
+        return self.per_layer_inputs(tokens.masked_fill(places, self.config.per_layer_image_token), hidden, places)
+
+
+class Gemma4SoundModel(SoundLanguageModel, Gemma4VLModel):
+    """tokens [B, S], images and their grids, sounds and their lengths -> logits [B, S, vocab]."""
+
+    inputs: tuple[str, ...] = (*Gemma4VLModel.inputs, *SOUNDS)
+    conditioned_by: ClassVar[tuple[str, ...]] = (*Gemma4VLModel.conditioned_by, *SOUNDS)
+    SHORTEST: ClassVar[int] = GEMMA_SHORTEST
+
+    def build_audio_tower(self, context: ModelBuildContext) -> nn.Module:
+        assert self.config.audio_model is not None
+        return Gemma4AudioTower(self.config.audio_model, context)
+
+    def build_audio_projection(self, ctx: ParallelContext) -> nn.Module:
+        return SoundEmbedding(self.config, ctx)
+
+    def decoder_type(self) -> type[Gemma4VLDecoder]:
+        return Gemma4SoundDecoder
+
+    def sound_positions(self, samples: int) -> int:
+        return self.config.sound_positions(samples)
+
+    def _spliced_sounds(self, places: Tensor, features: Tensor) -> AbstractContextManager[Any]:
+        # In place of token embeddings that are scaled already.
+        replaced = spliced_words(self.language_model.embedding, places, features)
+        return _both(replaced, self.language_model.with_sounds(places))
+
+
 @contextmanager
 def _both(first: AbstractContextManager[Any], second: AbstractContextManager[Any]) -> Iterator[None]:
     with ExitStack() as stack:
@@ -124,4 +181,4 @@ def _both(first: AbstractContextManager[Any], second: AbstractContextManager[Any
 
 def build_gemma4_vl(config: Gemma4VLConfig, context: ModelBuildContext) -> Gemma4VLModel:
     """See `ModelSpec.build`."""
-    return Gemma4VLModel(config, context)
+    return Gemma4VLModel(config, context) if config.audio_model is None else Gemma4SoundModel(config, context)

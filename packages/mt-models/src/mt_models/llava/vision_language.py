@@ -79,6 +79,8 @@ class VisionLanguageModel(Model):
     inputs: tuple[str, ...] = ("tokens", "images", "position_ids", "segment_ids")
     continues_text: ClassVar[bool] = True
     conditioned_by: ClassVar[tuple[str, ...]] = ("images",)
+    TOWERS: ClassVar[tuple[str, ...]] = ("vision_model", "vision_projection")
+    """Parts of the first stage; None on the others."""
     vision_model: Any
     vision_projection: nn.Module | None
     language_model: Any
@@ -89,12 +91,17 @@ class VisionLanguageModel(Model):
         super().__init__()
         self.config = config
         self.cp = context.parallel.cp
-        self.vision_model = self.vision_projection = None
+        for part in self.TOWERS:
+            setattr(self, part, None)
         if context.has_first:
-            self.vision_model = self.build_tower(context)
-            self.vision_projection = self.build_projection(context.parallel)
+            self.build_towers(context)
         self.language_model = self.build_decoder(context)
         self._leave_untrained()
+
+    def build_towers(self, context: ModelBuildContext) -> None:
+        """Sets the parts in TOWERS."""
+        self.vision_model = self.build_tower(context)
+        self.vision_projection = self.build_projection(context.parallel)
 
     # -- what a family has of its own ----------------------------------------------------------------
 
@@ -170,7 +177,7 @@ class VisionLanguageModel(Model):
 
     def stage_modules(self, stage: Stage) -> Iterator[nn.Module]:
         if stage.first:
-            yield from (part for part in (self.vision_model, self.vision_projection) if part is not None)
+            yield from (part for name in self.TOWERS if (part := getattr(self, name)) is not None)
         yield from self.language_model.stage_modules(stage)
 
     def _prepared(
@@ -245,20 +252,30 @@ class VisionLanguageModel(Model):
         features = list(self._take_features(cache, places)) if stage.first else []
         words = cache.tokens.masked_fill(places, 0)
         with self._spliced(places, torch.cat(features)) if features else nullcontext():
-            return self.language_model.run_stage(stage, hidden, words, self.cached_positions(cache), cache=cache)
+            return self._decode_words(stage, hidden, words, cache)
 
-    def _take_features(self, cache: Cache, places: Tensor) -> Iterator[Tensor]:
-        """The features [F of the sequence, H] for new positions, sequence by sequence. Marks their places [1, T]."""
+    def _decode_words(self, stage: Stage, hidden: Tensor | None, words: Tensor, cache: Cache) -> Any:
+        """words: the new tokens [1, T] of all sequences, with a word in place of image tokens."""
+        return self.language_model.run_stage(stage, hidden, words, self.cached_positions(cache), cache=cache)
+
+    def _take_features(
+        self, cache: Cache, places: Tensor, token: int | None = None, name: str = "features"
+    ) -> Iterator[Tensor]:
+        """The features [F of the sequence, H] for new positions, sequence by sequence. Marks their places [1, T].
+
+        token: what stands for a feature, by default the image token. name: of the features in the conditioning.
+        """
+        token = self.config.image_token_index if token is None else token
         end = 0
         for sequence in cache.sequences:
             end += sequence.count
-            features = sequence.conditioning.get("features")
+            features = sequence.conditioning.get(name)
             if features is None:
                 continue
-            before, new = (tokens == self.config.image_token_index for tokens in (sequence.past, sequence.new))
-            # Features of image tokens in earlier passes are used up.
+            before, new = (tokens == token for tokens in (sequence.past, sequence.new))
+            # Features of tokens in earlier passes are used up.
             first = int(before.sum())
-            # Counts image tokens from the beginning: those beyond the features were generated.
+            # Counts from the beginning: tokens beyond the features were generated.
             own = new & (first + new.cumsum(0) <= len(features))
             if own.any():
                 places[0, end - sequence.count : end] = own.to(places.device)

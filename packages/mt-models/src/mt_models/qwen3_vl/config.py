@@ -105,7 +105,7 @@ def check_qwen3_vl(config: Config) -> None:
     refuse_context_parallel(config)
     check_tower(model.vision_model, config)
     check_sections(model.language_model.mrope_section, model.language_model)
-    _check_deepstack(model, config)
+    check_deepstack(model, config)
     check_samples(model, config)
     check_decoder(model, config)
 
@@ -147,7 +147,7 @@ def check_sections(sections: list[int], decoder: Any) -> None:
         )
 
 
-def _check_deepstack(model: Qwen3VLConfig, config: Config) -> None:
+def check_deepstack(model: Qwen3VLConfig, config: Config) -> None:
     """Raise ConfigError for features that are added to layers behind the first pipeline stage."""
     count, layers = len(model.vision_model.deepstack_layers), model.language_model.num_layers
     if count > layers:

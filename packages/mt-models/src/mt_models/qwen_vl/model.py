@@ -49,7 +49,12 @@ MICROSECONDS = 1_000_000
 
 
 def multimodal_positions(
-    places: Tensor, grids: Tensor, position_ids: Tensor | None = None, tokens_per_second: int = 1
+    places: Tensor,
+    grids: Tensor,
+    position_ids: Tensor | None = None,
+    tokens_per_second: float = 1,
+    *,
+    words_behind_time: bool = False,
 ) -> Tensor:
     """Positions [3, B, S] in time, height and width (Qwen2-VL, Wang et al., 2024, section 2.1).
 
@@ -62,6 +67,9 @@ def multimodal_positions(
     A word has one number three times. An image that begins behind position p has p + 1 as its time, p + 1 + row and
     p + 1 + column; the word behind it has the largest row or column plus one. Later views of a video have the rows and
     columns of the first one. Tokens of images that no grid has left are words. No value is read by the host.
+
+    words_behind_time: the word behind a video comes after its last time too (Qwen3-Omni). Positions then are fp32 where
+    there are times, of which fractions count.
     """
     if position_ids is None:
         position_ids = torch.arange(places.shape[1], device=places.device).expand_as(places)
@@ -74,24 +82,30 @@ def multimodal_positions(
     rows, columns, *times = grids.to(places.device).unbind(-1)  # [B, K]
     sizes, taken = rows * columns, torch.maximum(rows, columns)
     time = times[0] if times else torch.zeros_like(rows)
-    # The views of a video take the positions of one together: those of the first view.
-    first, continues = taken.masked_fill(time > 0, 0), time > 0
+    continues, elapsed = time > 0, time * tokens_per_second
+    elapsed = elapsed / MICROSECONDS if words_behind_time and times else (elapsed // MICROSECONDS).long()
+    # The views of a video take the positions of one together: those of the first view, or as many as its time is long.
+    # until: what the views up to each one have taken. earlier: what those before it have.
+    until, earlier = taken, taken
+    if words_behind_time:
+        until = torch.maximum(taken, elapsed + 1)
+        earlier = until.roll(1, dims=1)
+    earlier = earlier.masked_fill(~continues, 0)
     ends = sizes.cumsum(1)
     # Image tokens that a model has generated have no grid, and are words.
     places = places & (places.cumsum(1) <= ends[:, -1:])
     before = places.cumsum(1) - places.long()  # tokens of images before each position, [B, S]
     image = torch.searchsorted(ends, before, right=True)  # images that have ended, which is the number of the current
     # At a token of an image: what a word there would have, by the images before this one.
-    words = position_ids - _skipped(image, sizes - first, position_ids)
+    words = position_ids - _skipped(image, sizes - (until - earlier), position_ids)
     # Behind the last image `image` is K, one too many to gather with; there the words are chosen below.
     image = image.clamp(max=ends.shape[1] - 1)
     within = before - (ends - sizes).gather(1, image)
     # 1 for padding, whose grid has 0 columns, by which nothing may be divided.
     width = columns.gather(1, image).clamp(min=1)
-    elapsed = (time * tokens_per_second // MICROSECONDS).gather(1, image)
-    offsets = torch.stack([elapsed, within // width, within % width])
-    # What the first view of a video has taken lies behind the place at which all of its views begin.
-    begin = words - within - (taken * continues).gather(1, image)
+    offsets = torch.stack([elapsed.gather(1, image), within // width, within % width])
+    # What earlier views of a video have taken lies behind the place at which all of its views begin.
+    begin = words - within - earlier.gather(1, image)
     return torch.where(places, begin + offsets, words)
 
 
@@ -128,7 +142,11 @@ class QwenVLModel(DynamicResolutionModel):
         """position_ids [B, S]: of a text, starting at 0 with each segment -> [3, B, S] with images."""
         if image_grids is None:
             return position_ids
-        return multimodal_positions(places, image_grids, position_ids, self.tokens_per_second)
+        return self.coordinates(places, image_grids, position_ids)
+
+    def coordinates(self, places: Tensor, grids: Tensor, position_ids: Tensor | None) -> Tensor:
+        """See `multimodal_positions`."""
+        return multimodal_positions(places, grids, position_ids, self.tokens_per_second)
 
     @property
     def tokens_per_second(self) -> int:
@@ -158,8 +176,9 @@ class QwenVLModel(DynamicResolutionModel):
             if grids is not None:
                 # From the beginning: a position depends on all images before it. The last `count` are taken.
                 places = torch.cat([sequence.past, sequence.new])[None] == self.config.image_token_index
-                coordinates = multimodal_positions(places, grids[None], None, self.tokens_per_second)
-                coordinates = coordinates[..., sequence.start :]
+                coordinates = self.coordinates(places, grids[None], None)[..., sequence.start :]
+                # Fractions, where times of videos have some.
+                positions = positions.to(torch.promote_types(positions.dtype, coordinates.dtype))
                 positions[..., end - sequence.count : end] = coordinates.to(positions.device)
         return positions
 

@@ -275,6 +275,10 @@ def only_stage(config: Config) -> Stage:
     return whole(config.model.stacked_layers or 0)
 
 
+SOUND_FIELDS = ("audio", "audio_lengths")
+"""Fields of samples with sound."""
+
+
 def empty_batch(config: Config, host: PluginHost, ctx: ParallelContext) -> dict[str, Tensor]:
     """One micro-batch of this rank, without values. Raises ConfigError for fields whose shape names dimensions that are
     neither keys of the data set nor of the model."""
@@ -286,7 +290,8 @@ def empty_batch(config: Config, host: PluginHost, ctx: ParallelContext) -> dict[
             device="meta",
         )
         for one in sample
-        if one.name != "segment_ids" or config.data.reset_attention_mask
+        if (one.name != "segment_ids" or config.data.reset_attention_mask)
+        and (one.name not in SOUND_FIELDS or getattr(config.data, "audio_token_index", None) is not None)
     }
     if "images" in batch and "tokens" in batch:
         batch |= text_with_image(config, batch, ctx.cp.size)
@@ -308,7 +313,23 @@ def text_with_image(config: Config, batch: Mapping[str, Tensor], parts: int) -> 
     must_divide("parallel.context_parallel_size", parts, "the positions of an image", features)
     # An image's placeholders at the beginning of each row.
     tokens[:, : features // parts] = config.model.image_token_index  # type: ignore[attr-defined]
+    if "audio" in batch and hasattr(config.model, "audio_token_index"):
+        inputs |= longest_sound(config, tokens, features // parts)
     return inputs
+
+
+def longest_sound(config: Config, tokens: Tensor, start: int) -> dict[str, Tensor]:
+    """Lengths of one sound a row, as long as a sample allows and there is room behind `start`, whose placeholders are
+    written into the tokens."""
+    model: Any = config.model
+    data: Any = config.data
+    samples = data.max_audio_samples
+    while (positions := model.sound_positions(samples)) > tokens.shape[1] - start:
+        samples = samples * 9 // 10
+    lengths = torch.zeros(len(tokens), data.max_sounds, dtype=torch.int64)
+    lengths[:, 0] = samples
+    tokens[:, start : start + positions] = model.audio_token_index
+    return {"audio_lengths": lengths}
 
 
 def field_shape(one: SampleField, config: Config, ctx: ParallelContext) -> tuple[int, ...]:

@@ -8,6 +8,8 @@ from pydantic import Field, NonNegativeInt, PositiveInt, model_validator
 
 from mt_core.config.fields import PositiveFloat, used_when
 from mt_core.config.schema import DataConfig
+from mt_core.errors import ConfigError
+from mt_data.datasets.sounds.rules import SAMPLING_RATE, AudioRule
 from mt_data.datasets.text_files import STREAM_KEYS, refuse_unused
 
 Colours = Annotated[list[float], Field(min_length=3, max_length=3)]
@@ -76,6 +78,29 @@ class ImageTextKeys(ImageDataConfig):
     """A video whose taken frames have fewer pixels together (qwen2_vl: each of them) is made larger."""
     max_video_pixels: PositiveInt = used_when(768 * 32 * 32, dynamic_resolution=True)
     """A video whose taken frames have more pixels together (qwen2_vl: each of them) is made smaller."""
+
+    audio_token_index: NonNegativeInt | None = None
+    """The id that stands for sound in the text; the model's. Default: samples have no sound."""
+    audio_rule: AudioRule = "qwen3_omni"
+    """How many positions a sound has in the text, and the texts around it; the model's."""
+    max_audio_seconds: PositiveFloat = 30.0
+    """Seconds of all sounds of a sample together, at most."""
+    max_sounds: PositiveInt = 1
+    """Sounds of a sample, at most."""
+
+    @property
+    def max_audio_samples(self) -> int:
+        """Samples at 16 kHz of all sounds of a sample together, at most."""
+        return int(self.max_audio_seconds * SAMPLING_RATE)
+
+    @model_validator(mode="after")
+    def _check_token_of_sound(self) -> ImageTextKeys:
+        if self.audio_token_index == self.image_token_index:
+            raise ConfigError(
+                f"data.audio_token_index={self.audio_token_index} is data.image_token_index too; sound and images need "
+                "an id each"
+            )
+        return self
 
     @model_validator(mode="after")
     def _check_pixels(self) -> ImageTextKeys:

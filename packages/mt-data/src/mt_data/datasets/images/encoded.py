@@ -24,8 +24,10 @@ from mt_data.datasets.images.sample import EncodedText
 from mt_data.datasets.images.text import IMAGE, ImageTextEncoder, ImageTokens
 from mt_data.datasets.images.tiles import Grid
 from mt_data.datasets.images.videos import VideoSampling, grid_of
+from mt_data.datasets.sounds.reading import require_length, sound_length
+from mt_data.datasets.sounds.rules import RULES, AudioRule
 
-FORMAT = 5
+FORMAT = 6
 """Raised when the same files give other arrays than before."""
 # One placeholder for each image: an image has hundreds of features, which would make the cache many times as large.
 ENCODED_IMAGE = EncodedText([IMAGE], [False])
@@ -45,7 +47,9 @@ class EncodedRecords:
     int32 [records]: the place of each. grid uint16 [images, 2]: rows and columns of tiles; image_bounds int64
     [records + 1]. An image is a file below its record's folder, or a member of its record's shard: name_bounds int64
     [images + 1] into names uint8 (as the file system has them); offset, size int64 [images], of members (size -1: a
-    file); frames int32 [images, 3], of views of videos (-1: an image); microseconds int64 [images], see ImageFile.
+    file). Sounds are kept as images are, in sound_bounds, sound_names, sound_name_bounds, sound_offset, sound_size;
+    samples int64 [sounds], at 16 kHz.
+    frames int32 [images, 3], of views of videos (-1: an image); microseconds int64 [images], see ImageFile.
     unusable int64 [records left out, 2]: file, number. paths: the files; folders: where the images of each begin.
     """
 
@@ -62,6 +66,12 @@ class EncodedRecords:
     size: NDArray[np.int64]
     frames: NDArray[np.int32]
     microseconds: NDArray[np.int64]
+    sound_bounds: NDArray[np.int64]
+    sound_names: NDArray[np.uint8]
+    sound_name_bounds: NDArray[np.int64]
+    sound_offset: NDArray[np.int64]
+    sound_size: NDArray[np.int64]
+    samples: NDArray[np.int64]
     positions: NDArray[np.int64]
     images_end: NDArray[np.int64]
     first_label: NDArray[np.int64]
@@ -94,11 +104,24 @@ class EncodedRecords:
             return ImageFile(self.folders[file] / os.fsdecode(name), frames=frames, microseconds=later)
         return ImageFile(self.paths[file], os.fsdecode(name), int(self.offset[image]), size)
 
+    def sounds(self, record: int) -> list[tuple[ImageFile, int]]:
+        """The sounds of a record, with their samples at 16 kHz."""
+        file, numbers = int(self.file[record]), range(self.sound_bounds[record], self.sound_bounds[record + 1])
+        return [(self._sound(number, file), int(self.samples[number])) for number in numbers]
+
+    def _sound(self, sound: int, file: int) -> ImageFile:
+        part = slice(self.sound_name_bounds[sound], self.sound_name_bounds[sound + 1])
+        name = os.fsdecode(self.sound_names[part].tobytes())
+        if (size := int(self.sound_size[sound])) < 0:
+            return ImageFile(self.folders[file] / name)
+        return ImageFile(self.paths[file], name, int(self.sound_offset[sound]), size)
+
     def expanded(self, record: int, image_tokens: ImageTokens) -> tuple[NDArray[np.int32], NDArray[np.bool_]]:
-        """The text of a record with the tokens of each image."""
+        """The text of a record with the tokens of each image and sound."""
         images = self.images(record)
         times = [file.microseconds for file, _ in images]
-        return image_tokens.expand(*self.text(record), [grid for _, grid in images], times)
+        samples = [count for _, count in self.sounds(record)]
+        return image_tokens.expand(*self.text(record), [grid for _, grid in images], times, samples)
 
     def fingerprint(self) -> str:
         """Fingerprint of texts and of the names and places of images, whose pixels are not read for it."""
@@ -116,6 +139,12 @@ class EncodedRecords:
             "size",
             "frames",
             "microseconds",
+            "sound_bounds",
+            "sound_names",
+            "sound_name_bounds",
+            "sound_offset",
+            "sound_size",
+            "samples",
         ):
             digest.update(np.ascontiguousarray(getattr(self, name)).data)
         return combined([digest.hexdigest()])
@@ -149,6 +178,30 @@ class UnusableRecords:
             log.warning("unusable record %d of at most %d: %s", count, self.limit, error)
 
 
+@dataclass(frozen=True)
+class SoundLimits:
+    """What a sample can have: sounds, and samples at 16 kHz of all of them."""
+
+    rule: AudioRule
+    most_sounds: int
+    most_samples: int
+
+    def lengths(self, record: ImageText) -> list[int]:
+        """Samples of the sounds of a record. Raises DataError for what is no sound, and for too many or too long
+        ones."""
+        if len(record.sounds) > self.most_sounds:
+            raise DataError(
+                f"{record.where} has {len(record.sounds)} sounds, more than the {self.most_sounds} of a sample; set "
+                f"data.max_sounds to at least {len(record.sounds)}"
+            )
+        found = [sound_length(file) for file in record.sounds]
+        for file, samples in zip(record.sounds, found, strict=True):
+            require_length(samples, RULES[self.rule], self.most_samples, f"{record.where}: {file}")
+        if sum(found) > self.most_samples:
+            require_length(sum(found), RULES[self.rule], self.most_samples, record.where)
+        return found
+
+
 def encode_files(
     paths: Sequence[Path],
     folders: Sequence[Path],
@@ -156,6 +209,7 @@ def encode_files(
     image_tokens: ImageTokens,
     limit: int,
     sampling: VideoSampling | None = None,
+    limits: SoundLimits | None = None,
 ) -> dict[str, NDArray[Any]]:
     """The arrays of EncodedRecords, and `refused`: JSON, `image_states` of the images of unusable records.
 
@@ -165,17 +219,19 @@ def encode_files(
     refused: list[str] = []
     with index_progress("records of images and texts", len(paths)) as update:
         for file, (path, folder) in enumerate(zip(paths, folders, strict=True)):
-            for record in read_image_texts(path, folder, partial(unusable.add, file), sampling):
+            report = partial(unusable.add, file)
+            for record in read_image_texts(path, folder, report, sampling, with_sounds=limits is not None):
                 try:
                     # From the head of each file: the grid decides how many tokens an image takes, and no pixels are
                     # decoded here.
                     grids = [grid_of(image, image_tokens.tiling) for image in record.images]
-                    gathered.add(file, folder, record, encoder(record), grids)
+                    samples = [] if limits is None else limits.lengths(record)
+                    gathered.add(file, folder, record, encoder(record), grids, samples)
                 except DataError as error:
                     unusable.add(file, record.number, error)
                     # JSON lines are hashed, but not the image files: their state is kept, so that a repaired image is
                     # noticed.
-                    refused += [os.path.abspath(image.path) for image in record.images]
+                    refused += [os.path.abspath(image.path) for image in (*record.images, *record.sounds)]
             update(file + 1, len(paths))
     if not gathered.places:
         raise DataError(f"{', '.join(map(str, paths))} has no usable record; each must have a text, and its images")
@@ -240,21 +296,38 @@ class _Gathered:
         self.frames: list[tuple[int, ...]] = []
         self.microseconds: list[int] = []
         self.sizes: list[tuple[int, int, int, int]] = []
+        self.sounds_of: list[int] = []
+        self.samples: list[int] = []
+        self.sound_names: list[bytes] = []
+        self.sound_parts: list[tuple[int, int]] = []
 
-    def add(self, file: int, folder: Path, record: ImageText, text: EncodedText, grids: Sequence[Grid]) -> None:
+    def add(
+        self,
+        file: int,
+        folder: Path,
+        record: ImageText,
+        text: EncodedText,
+        grids: Sequence[Grid],
+        samples: Sequence[int] = (),
+    ) -> None:
+        """samples: of the record's sounds."""
         self.tokens.append(np.array(text.tokens, np.int32))
         self.counted.append(np.array(text.counted, np.bool_))
         self.places.append((file, record.number))
         self.images_of.append(len(record.images))
         # Computed with the images expanded, and stored, so that `select` needs no expansion of all records.
         times = [image.microseconds for image in record.images]
-        self.sizes.append(self._sizes(self.tokens[-1], self.counted[-1], grids, times))
+        self.sizes.append(self._sizes(self.tokens[-1], self.counted[-1], grids, times, samples))
         self.microseconds += times
         self.grids += grids
         for image in record.images:
-            self.names.append(os.fsencode(image.member or os.path.relpath(image.path, folder)))
+            self.names.append(_name(image, folder))
             self.parts.append((image.offset, image.size))
             self.frames.append(image.frames or (-1, -1, -1))
+        self.sounds_of.append(len(samples))
+        self.samples += samples
+        self.sound_names += [_name(sound, folder) for sound in record.sounds]
+        self.sound_parts += [(sound.offset, sound.size) for sound in record.sounds]
 
     def _sizes(
         self,
@@ -262,10 +335,12 @@ class _Gathered:
         counted: NDArray[np.bool_],
         grids: Sequence[Grid],
         times: Sequence[int],
+        samples: Sequence[int],
     ) -> tuple[int, int, int, int]:
         """positions, images_end, first_label, views"""
-        tokens, counted = self.image_tokens.expand(tokens, counted, grids, times)
-        images, labels = np.flatnonzero(tokens == IMAGE), np.flatnonzero(counted[1:])
+        tokens, counted = self.image_tokens.expand(tokens, counted, grids, times, samples)
+        # Of images and of sounds.
+        images, labels = np.flatnonzero(tokens < 0), np.flatnonzero(counted[1:])
         return (
             len(tokens) - 1,
             int(images[-1]) + 1 if len(images) else 0,
@@ -277,7 +352,14 @@ class _Gathered:
         positions, images_end, first_label, views = np.array(self.sizes, np.int64).T
         file, number = np.array(self.places, np.int64).T
         offset, size = np.array(self.parts, np.int64).reshape(-1, 2).T
+        sound_offset, sound_size = np.array(self.sound_parts, np.int64).reshape(-1, 2).T
         return {
+            "sound_bounds": bounds_of(self.sounds_of),
+            "sound_names": np.frombuffer(b"".join(self.sound_names), np.uint8),
+            "sound_name_bounds": bounds_of(map(len, self.sound_names)),
+            "sound_offset": sound_offset.copy(),
+            "sound_size": sound_size.copy(),
+            "samples": np.array(self.samples, np.int64),
             "tokens": np.concatenate(self.tokens),
             "counted": np.concatenate(self.counted),
             "bounds": bounds_of(map(len, self.tokens)),
@@ -296,6 +378,11 @@ class _Gathered:
             "frames": np.array(self.frames, np.int32).reshape(-1, 3),
             "microseconds": np.array(self.microseconds, np.int64),
         }
+
+
+def _name(file: ImageFile, folder: Path) -> bytes:
+    """Name of a member of a shard, or path from the folder."""
+    return os.fsencode(file.member or os.path.relpath(file.path, folder))
 
 
 def bounds_of(lengths: Iterable[int]) -> NDArray[np.int64]:

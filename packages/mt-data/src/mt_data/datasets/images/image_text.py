@@ -11,16 +11,17 @@ from typing import Annotated, Any, Literal
 
 import numpy as np
 from numpy.typing import NDArray
-from pydantic import Field, NonNegativeInt, PositiveInt
+from pydantic import Field, NonNegativeInt, PositiveInt, model_validator
 
 from mt_core.config.fields import used_when
-from mt_core.errors import DataError
+from mt_core.errors import ConfigError, DataError
 from mt_core.interfaces import SplitRequest, Tokenizer
 from mt_data.datasets.cache import combined
 from mt_data.datasets.images.config import ImageMarkers, ImageTextKeys, Resample, Resize
 from mt_data.datasets.images.encoded import (
     ENCODED_IMAGE,
     EncodedRecords,
+    SoundLimits,
     UnusableRecords,
     cache_key,
     cached_records,
@@ -34,6 +35,9 @@ from mt_data.datasets.images.videos import VideoSampling, grid_of, read_view, vi
 from mt_data.datasets.opening import BuiltSplit
 from mt_data.datasets.sft.chat_templates import load_chat_template
 from mt_data.datasets.sft.packing import Packing, pack_best_fit, pack_singly
+from mt_data.datasets.sounds.reading import read_sound
+from mt_data.datasets.sounds.sample import padded_sounds
+from mt_data.datasets.sounds.tokens import SoundTokens
 from mt_data.datasets.splits import epoch_order
 from mt_data.datasets.text_files import Encode, TextDataConfig, TextSource, bare_encoder, build_from_text
 from mt_data.preprocess.readers import expand_globs
@@ -46,7 +50,8 @@ class ImageTextDataConfig(TextDataConfig, ImageTextKeys):
     conversation as in LLaVA's files, {"image": path, "conversations": [{"from": "human", "value": "<image>\\nWhat is
     it?"}, {"from": "gpt", ...}]}; or webdataset's shards (.tar), whose samples have such an object in the member json,
     or a text in txt. An image stands where "<image>" is, or else before the text. In JSON lines "video" is a video
-    file, an animated one or a folder of frames, which stands where "<video>" is."""
+    file, an animated one or a folder of frames, which stands where "<video>" is. With audio_token_index "audio" is a
+    WAV file, in shards the member wav, which stands where "<audio>" is."""
 
     dataset_type: str = "image_text"
     image_folder: str | None = None
@@ -98,7 +103,24 @@ class ImageTextDataConfig(TextDataConfig, ImageTextKeys):
 
     def image_tokens(self, encode: Encode) -> ImageTokens:
         """encode: of a text within another one."""
-        return ImageTokens(self.tiling, self.image_seq_length, self.image_markers, encode)
+        sounds = None if self.audio_token_index is None else SoundTokens(self.audio_rule, encode)
+        return ImageTokens(self.tiling, self.image_seq_length, self.image_markers, encode, sounds)
+
+    @property
+    def sound_limits(self) -> SoundLimits | None:
+        """None where samples have no sound."""
+        if self.audio_token_index is None:
+            return None
+        return SoundLimits(self.audio_rule, self.max_sounds, self.max_audio_samples)
+
+    @model_validator(mode="after")
+    def _check_packed_sounds(self) -> ImageTextDataConfig:
+        if self.packing and self.audio_token_index is not None:
+            raise ConfigError(
+                "data.packing=true packs records by their positions, and data.audio_token_index gives samples a number "
+                "of sounds and of seconds; set data.packing=false"
+            )
+        return self
 
 
 @dataclass(frozen=True)
@@ -149,6 +171,10 @@ class ImageTextDataset:
         start = view = 0
         for segment, record in enumerate(members):
             pixels, is_whole = self._views(record)
+            if self.config.audio_token_index is not None:
+                # Without packing a sample has one record.
+                sounds, is_heard = self._sounds(record)
+                sample, is_whole = {**sample, **sounds}, is_whole and is_heard
             tokens, counted = self.records.expanded(record, self.image_tokens)
             # A record with a damaged image keeps its tokens and positions but leaves the loss: the packing is fixed by
             # now.
@@ -183,6 +209,30 @@ class ImageTextDataset:
                 found += [np.zeros(self._view_shape, np.float32)] * self.tiling.num_views(grid)
                 is_whole = False
         return np.array(found, np.float32).reshape(-1, *self._view_shape), is_whole
+
+    def _sounds(self, record: int) -> tuple[dict[str, np.ndarray], bool]:
+        """audio fp32 [max_audio_samples], the sounds end to end, and audio_lengths int64 [max_sounds]; and whether all
+        could be decoded. A damaged sound is silent."""
+        found, is_whole = [], True
+        for file, samples in self.records.sounds(record):
+            try:
+                found.append(self._heard(file, samples))
+            except DataError as error:
+                error = DataError(f"{self.records.where(record)}: {error}")
+                self.unusable.add(int(self.records.file[record]), int(self.records.number[record]), error)
+                found.append(np.zeros(samples, np.float32))
+                is_whole = False
+        return padded_sounds(found, self.config), is_whole
+
+    def _heard(self, file: ImageFile, samples: int) -> NDArray[np.float32]:
+        """Raises DataError for a sound that was replaced by one of another length since the records were encoded."""
+        sound = read_sound(file)
+        if len(sound) != samples:
+            raise DataError(
+                f"{file} has {len(sound)} samples at 16 kHz, and had {samples} when the index of the records was "
+                "built; delete the index cache, so that it is built again"
+            )
+        return sound
 
     @property
     def _view_shape(self) -> tuple[int, int, int]:
@@ -249,9 +299,12 @@ def _encoded_records(
         image_markers=config.image_markers,
         limit=limit,
         **({} if sampling is None else {"videos": repr(sampling)}),
+        **({} if config.sound_limits is None else {"sounds": repr(config.sound_limits)}),
     )
     arrays = cached_records(
-        source.cache, key, partial(encode_files, paths, folders, encoder, image_tokens, limit, sampling)
+        source.cache,
+        key,
+        partial(encode_files, paths, folders, encoder, image_tokens, limit, sampling, config.sound_limits),
     )
     return EncodedRecords(**arrays, paths=paths, folders=folders)
 
@@ -307,7 +360,7 @@ def _with_fitting_images(
         if ends[place] > shape.length:
             reason = (
                 f"the images end at position {ends[place]}, behind data.seq_length={shape.length}; an image is never "
-                "cut, make it larger"
+                "cut (nor is a sound), make it larger"
             )
         else:
             reason = (

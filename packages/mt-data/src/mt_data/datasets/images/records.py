@@ -6,6 +6,7 @@
 | `question` and `answer`, or `answers` | of several answers, the most frequent one is the assistant's |
 | `conversations` | turns as in LLaVA's files: `{"from": "human" or "gpt", "value": ...}` |
 | `image` or `images` | in JSON lines: a path, or a list of paths; without either the record has text alone |
+| `audio` or `audios` | in JSON lines: a path, or a list of paths, of WAV files |
 | `video` or `videos`, `fps` | in JSON lines: paths of videos, see `videos`; frames of a second, of folders of frames |
 """
 
@@ -23,6 +24,8 @@ from mt_core.errors import DataError, did_you_mean
 from mt_data.datasets.images.pixels import SUFFIXES, ImageFile
 from mt_data.datasets.images.videos import VIDEO, VideoSampling, VideoViews, opened_videos, video_names
 from mt_data.datasets.sft.conversations import Conversation, Message
+from mt_data.datasets.sounds import wav
+from mt_data.datasets.sounds.rules import MARK as SOUND_MARK
 from mt_data.preprocess.readers import MalformedRecord, iter_records, parse_json_line
 
 MARK = "<image>"
@@ -36,20 +39,22 @@ OnUnusable = Callable[[int, DataError], None]
 
 @dataclass(frozen=True)
 class ImageText:
-    """Images, and a text or conversation that has MARK once for each. answers: all that a question's record gives."""
+    """Images, and a text or conversation that has MARK once for each; so it is with sounds and their mark. answers: all
+    that a question's record gives."""
 
     images: tuple[ImageFile, ...]
     text: str | Conversation
     file: str
     number: int
     answers: tuple[str, ...] = ()
+    sounds: tuple[ImageFile, ...] = ()
 
     @property
     def references(self) -> list[str]:
         """What an answer is compared with: the answers to the question, the last answer of the conversation, or the
         text behind the last image."""
         if isinstance(self.text, str):
-            return [self.text.rpartition(MARK)[2].strip()]
+            return [re.split(f"{MARK}|{SOUND_MARK}" if self.sounds else MARK, self.text)[-1].strip()]
         return list(self.answers) or [self.text.messages[self.text.turns_of("assistant")[-1]]["content"]]
 
     @property
@@ -67,26 +72,35 @@ def is_shard(path: str | Path) -> bool:
 
 
 def read_image_texts(
-    path: Path, folder: Path, on_unusable: OnUnusable, sampling: VideoSampling | None = None
+    path: Path,
+    folder: Path,
+    on_unusable: OnUnusable,
+    sampling: VideoSampling | None = None,
+    *,
+    with_sounds: bool = False,
 ) -> Iterator[ImageText]:
     """The records of a file, in order. folder: where paths in JSON lines begin. sampling: of videos, where there are
-    some.
+    some. with_sounds: whether records may have sounds.
 
     Raises DataError for a file that cannot be read at all.
     """
     read = _of_shard(path, on_unusable) if is_shard(path) else _of_lines(path, folder, on_unusable)
-    for number, value, images in read:
+    for number, value, images, sounds in read:
         try:
             where = place(path, number)
+            if sounds and not with_sounds:
+                raise DataError(f"{where} has a sound; set data.audio_token_index, the id that stands for sound")
             if is_shard(path) and video_names(value, where):
                 raise DataError(f"{where} has a video, which records in JSON lines can have alone")
             videos = opened_videos(value, folder, sampling, where)
-            yield record_of(value, images, str(path), number, videos)
+            yield record_of(value, images, str(path), number, videos, sounds if with_sounds else None)
         except DataError as error:
             on_unusable(number, error)
 
 
-Read = Iterator[tuple[int, Mapping[str, Any], tuple[ImageFile, ...]]]
+Files = tuple[ImageFile, ...]
+Read = Iterator[tuple[int, Mapping[str, Any], Files, Files]]
+"""Number, record, images and sounds."""
 
 
 def _of_lines(path: Path, folder: Path, on_unusable: OnUnusable) -> Read:
@@ -95,11 +109,13 @@ def _of_lines(path: Path, folder: Path, on_unusable: OnUnusable) -> Read:
 
     for record in iter_records(path, on_malformed=malformed):
         try:
-            names = image_names(record.value, place(path, record.line))
+            where = place(path, record.line)
+            names = [names_under(record.value, kind, where) for kind in ("image", "audio")]
         except DataError as error:
             on_unusable(record.line, error)
         else:
-            yield record.line, record.value, tuple(ImageFile(folder / name) for name in names)
+            images, sounds = (tuple(ImageFile(folder / name) for name in own) for own in names)
+            yield record.line, record.value, images, sounds
 
 
 def _of_shard(path: Path, on_unusable: OnUnusable) -> Read:
@@ -110,8 +126,12 @@ def _of_shard(path: Path, on_unusable: OnUnusable) -> Read:
             on_unusable(sample.number, error)
         else:
             # By extension, since the order of members within a sample is up to the writer of the archive.
-            images = (member for name, member in sorted(sample.members.items()) if member.suffix in SUFFIXES)
-            yield sample.number, value, tuple(images)
+            members = [member for name, member in sorted(sample.members.items())]
+            images, sounds = (
+                tuple(member for member in members if member.suffix in suffixes)
+                for suffixes in (SUFFIXES, wav.SUFFIXES)
+            )
+            yield sample.number, value, images, sounds
 
 
 def shard_value(sample: ShardSample, where: str) -> Mapping[str, Any]:
@@ -129,9 +149,9 @@ def shard_value(sample: ShardSample, where: str) -> Mapping[str, Any]:
         raise DataError(f"{where} ({sample.key}.txt) is no UTF-8: {error}") from error
 
 
-def image_names(value: Mapping[str, Any], where: str) -> list[str]:
-    """The paths under `image` or `images`: a text or a list of texts."""
-    key = "images" if "images" in value else "image"
+def names_under(value: Mapping[str, Any], kind: str, where: str) -> list[str]:
+    """The paths under `image` or `images`: a text or a list of texts. kind: image, or audio."""
+    key = f"{kind}s" if f"{kind}s" in value else kind
     names = value.get(key, [])
     names = [names] if isinstance(names, str) else names
     if not isinstance(names, list) or not all(isinstance(name, str) and name for name in names):
@@ -145,23 +165,30 @@ def record_of(
     file: str,
     number: int,
     videos: Sequence[VideoViews] = (),
+    sounds: Files | None = (),
 ) -> ImageText:
-    """Raises DataError for a record with no text, question or conversation, and for more marks than images."""
+    """Raises DataError for a record with no text, question or conversation, and for more marks than images. sounds:
+    None where texts have no marks of them."""
     where = place(file, number)
     if "conversations" in value or "question" in value:
         answers = answers_of(value, where) if "question" in value else []
         turns = _question(value, answers, where) if answers else messages_of(value.get("conversations"), where)
         messages = marked_messages(turns, len(images), where)
+        if sounds is not None:
+            messages = marked_messages(messages, len(sounds), where, SOUND_MARK)
         if videos:
             messages = marked_messages(messages, len(videos), where, VIDEO)
             contents, images = placed([message["content"] for message in messages], images, videos)
             messages = [{**message, "content": text} for message, text in zip(messages, contents, strict=True)]
-        return ImageText(images, Conversation(messages, None, file, number), file, number, tuple(answers))
+        conversation = Conversation(messages, None, file, number)
+        return ImageText(images, conversation, file, number, tuple(answers), sounds or ())
     key = next((key for key in TEXTS if key in value), TEXTS[0])
     text = marked_text(text_of(value, key, where), len(images), where)
+    if sounds is not None:
+        text = marked_text(text, len(sounds), where, SOUND_MARK)
     if videos:
         (text,), images = placed([marked_text(text, len(videos), where, VIDEO)], images, videos)
-    return ImageText(images, text, file, number)
+    return ImageText(images, text, file, number, sounds=sounds or ())
 
 
 def placed(

@@ -10,6 +10,7 @@ from numpy.typing import NDArray
 from mt_core.errors import ConfigError
 from mt_core.interfaces import Tokenizer
 from mt_data.datasets.images.config import ImageTextKeys
+from mt_data.datasets.sounds.rules import SOUND
 
 
 def labelled(image: NDArray[np.float32], label: int) -> dict[str, np.ndarray]:
@@ -36,6 +37,7 @@ class SampleShape:
     image_token: int
     image_length: int
     filler: int
+    audio_token: int | None = None
 
     @classmethod
     def of(cls, config: ImageTextKeys, tokenizer: Tokenizer, sequence_length: int) -> SampleShape:
@@ -46,13 +48,15 @@ class SampleShape:
                 f"{config.image_seq_length} positions of an image; make it larger"
             )
         special = tokenizer.special
-        if config.image_token_index in (special.eod, special.bos, special.eos, special.pad):
-            raise ConfigError(
-                f"data.image_token_index={config.image_token_index} is a special id of the tokenizer; take one that "
-                f"no text has, such as {tokenizer.vocab_size}, the first behind the vocabulary"
-            )
+        for key in ("image_token_index", "audio_token_index"):
+            token = getattr(config, key)
+            if token is not None and token in (special.eod, special.bos, special.eos, special.pad):
+                raise ConfigError(
+                    f"data.{key}={token} is a special id of the tokenizer; take one that no text has, such as "
+                    f"{tokenizer.vocab_size}, the first behind the vocabulary"
+                )
         filler = next((token for token in (special.pad, special.eod) if token is not None), 0)
-        return cls(sequence_length, config.image_token_index, config.image_seq_length, filler)
+        return cls(sequence_length, config.image_token_index, config.image_seq_length, filler, config.audio_token_index)
 
     @property
     def image(self) -> EncodedText:
@@ -85,17 +89,19 @@ class SampleShape:
         counted: NDArray[np.bool_],
         segment: int = 0,
     ) -> int:
-        """Put a text [n], whose images are negative ids or the image token, behind `start`; returns where it ends.
+        """Put a text [n], whose images and sounds are negative ids or their tokens, behind `start`; returns where it
+        ends.
 
         What goes beyond the length is cut.
         """
         # One token more than positions that are left: the last one is a label alone.
         left = self.length - start + 1
-        ids = np.where(tokens < 0, self.image_token, tokens)[:left]
+        ids = np.where(tokens == SOUND, self.audio_token or 0, np.where(tokens < 0, self.image_token, tokens))[:left]
         end = start + len(ids) - 1
         sample["tokens"][start:end] = ids[:-1]
-        # The image token need not be in the vocabulary; it is never predicted.
-        sample["labels"][start:end] = np.where(ids[1:] == self.image_token, self.filler, ids[1:])
+        # These tokens need not be in the vocabulary; they are never predicted.
+        is_feature = np.isin(ids[1:], [token for token in (self.image_token, self.audio_token) if token is not None])
+        sample["labels"][start:end] = np.where(is_feature, self.filler, ids[1:])
         sample["loss_mask"][start:end] = counted[1:left]
         # To the end and not to `end`: the padding behind the last text goes on counting, and the next text overwrites
         # it.

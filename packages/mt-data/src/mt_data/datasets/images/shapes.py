@@ -15,6 +15,8 @@ from mt_data.datasets.images.pixels import as_input
 from mt_data.datasets.images.sample import EncodedText, SampleShape, labelled
 from mt_data.datasets.images.tiles import DynamicResolution, Grid, grids, padded_grids
 from mt_data.datasets.images.videos import views_of_frames
+from mt_data.datasets.sounds.rules import RULES, SAMPLING_RATE, SOUND
+from mt_data.datasets.sounds.sample import padded_sounds
 from mt_data.datasets.splits import SPLITS
 from mt_data.datasets.text_files import Encode, bare_encoder
 
@@ -80,13 +82,37 @@ def draw(height: int, width: int, *, seed: int, split: Split, index: int) -> Pic
 
 # -- images with texts that describe them ------------------------------------------------------------
 
+PITCHES = {"low": 200.0, "middle": 800.0, "high": 3200.0}
+"""Of tones, in Hz; each is up to a tenth higher or lower."""
+TONE_SAMPLES = 1600
+"""A tenth of a second."""
+
+
+@dataclass(frozen=True)
+class Tone:
+    """samples: fp32 at 16 kHz. kind: its pitch, by name."""
+
+    samples: NDArray[np.float32]
+    kind: str
+
+
+def draw_tone(*, seed: int, split: Split, index: int) -> Tone:
+    """Tone number `index` of a split: a sine with noise, of any phase and loudness."""
+    # The last number keeps this stream apart from those of the picture.
+    random = np.random.RandomState([seed % 2**32, SPLITS.index(split), index, 2])
+    kind = list(PITCHES)[random.randint(len(PITCHES))]
+    turns = PITCHES[kind] * random.uniform(0.9, 1.1) * np.arange(TONE_SAMPLES) / SAMPLING_RATE + random.uniform()
+    wave = random.uniform(0.1, 0.8) * np.sin(2 * np.pi * turns) + 0.02 * random.standard_normal(TONE_SAMPLES)
+    return Tone(wave.astype(np.float32), kind)
+
+
 MAX_PROPORTION = 3
 """Proportions of images in dynamic resolution: the longer side in units of the shorter."""
 
 
 class CaptionedShapesDataConfig(ImageTextKeys):
     """Synthetic images of one shape each, and a text that says which: "a red circle at the top left". In dynamic
-    resolution each has a size of its own."""
+    resolution each has a size of its own. With audio_token_index each has a tone too: "..., a high tone"."""
 
     dataset_type: str = "captioned_shapes"
 
@@ -111,10 +137,16 @@ class CaptionedShapesDataset:
         grid = self._grid(index)
         height, width = grid.rows * self.config.img_h, grid.columns * self.config.img_w
         picture = draw(height, width, seed=self.seed, split=self.split, index=index)
-        caption = [*self.encode(picture.caption), self.eod]
         # In dynamic resolution each cell is a view with image_length features.
-        image = EncodedText(self.shape.image.tokens * grid.tiles, self.shape.image.counted * grid.tiles)
-        sample = self.shape.arrays(image + EncodedText(caption, [True] * len(caption)))
+        media = EncodedText(self.shape.image.tokens * grid.tiles, self.shape.image.counted * grid.tiles)
+        words, sounds = picture.caption, {}
+        if self.config.audio_token_index is not None:
+            tone = draw_tone(seed=self.seed, split=self.split, index=index)
+            tokens = [SOUND] * RULES[self.config.audio_rule].positions(len(tone.samples))
+            media += EncodedText(tokens, [False] * len(tokens))
+            words, sounds = f"{words}, a {tone.kind} tone", padded_sounds([tone.samples], self.config)
+        caption = [*self.encode(words), self.eod]
+        sample = self.shape.arrays(media + EncodedText(caption, [True] * len(caption))) | sounds
         if not self.config.dynamic_resolution:
             return {**sample, "images": as_input(picture.pixels, self.config)}
         return {**sample, "images": self._cells(picture.pixels, grid), "image_grids": padded_grids([grid], 1)}
@@ -160,6 +192,11 @@ def build_captioned_shapes(
     if (eod := tokenizer.special.eod) is None:
         raise ConfigError('data.dataset_type="captioned_shapes" ends captions, and the tokenizer has no id for that')
     shape = SampleShape.of(config, tokenizer, request.sequence_length)
+    if config.audio_token_index is not None and config.max_audio_samples < TONE_SAMPLES:
+        raise ConfigError(
+            f"data.max_audio_seconds={config.max_audio_seconds} is shorter than the tones of captioned_shapes, which "
+            f"have {TONE_SAMPLES / SAMPLING_RATE} seconds"
+        )
     return CaptionedShapesDataset(config, bare_encoder(tokenizer), eod, shape, request)
 
 

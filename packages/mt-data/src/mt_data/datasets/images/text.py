@@ -20,6 +20,9 @@ from mt_data.datasets.images.tiles import Grid, Tiling
 from mt_data.datasets.sft.answers import answer_spans, encode_with_cuts
 from mt_data.datasets.sft.chat_templates import ChatTemplate, Span
 from mt_data.datasets.sft.conversations import Conversation
+from mt_data.datasets.sounds.rules import MARK as SOUND_MARK
+from mt_data.datasets.sounds.rules import SOUND
+from mt_data.datasets.sounds.tokens import SoundTokens
 from mt_data.datasets.text_files import Encode, bare_encoder
 
 # -- tokens of an image: one for each feature of each view, and markers around them ------------------
@@ -105,10 +108,18 @@ VIDEO_IN_TEMPLATES: dict[ImageMarkers, str] = {"qwen2_vl": "<|vision_start|><|vi
 
 
 class ImageTokens:
-    """The tokens of images by their grids. features: of a view. encode: of a text within another one."""
+    """The tokens of images by their grids, and those of sounds. features: of a view. encode: of a text within another
+    one."""
 
-    def __init__(self, tiling: Tiling, features: int, markers: ImageMarkers, encode: Encode) -> None:
-        self.tiling, self.features = tiling, features
+    def __init__(
+        self,
+        tiling: Tiling,
+        features: int,
+        markers: ImageMarkers,
+        encode: Encode,
+        sounds: SoundTokens | None = None,
+    ) -> None:
+        self.tiling, self.features, self.sounds = tiling, features, sounds
         self.markers, self.encode = MARKERS[markers], encode
         self.in_templates = IN_TEMPLATES.get(markers)
         self.video_in_templates = VIDEO_IN_TEMPLATES.get(markers)
@@ -136,12 +147,18 @@ class ImageTokens:
         counted: NDArray[np.bool_],
         grids: Sequence[Grid],
         microseconds: Sequence[int] = (),
+        samples: Sequence[int] = (),
     ) -> tuple[NDArray[np.int32], NDArray[np.bool_]]:
-        """A text [n] with IMAGE once for each image -> with the tokens of each, which do not count."""
-        places = np.flatnonzero(tokens == IMAGE)
-        images = self.of_all(grids, microseconds)
-        uncounted = [np.zeros(len(image), np.bool_) for image in images]
-        return replaced(tokens, places, images), replaced(counted, places, uncounted)
+        """A text [n] with IMAGE once for each image, SOUND for each sound -> with the tokens of each, which do not
+        count. samples: of each sound."""
+        of_images, of_sounds = iter(self.of_all(grids, microseconds)), iter(self._of_sounds(samples))
+        places = np.flatnonzero(np.isin(tokens, (IMAGE, SOUND)))
+        parts = [next(of_images if tokens[place] == IMAGE else of_sounds) for place in places.tolist()]
+        uncounted = [np.zeros(len(part), np.bool_) for part in parts]
+        return replaced(tokens, places, parts), replaced(counted, places, uncounted)
+
+    def _of_sounds(self, samples: Sequence[int]) -> list[NDArray[np.int32]]:
+        return [] if self.sounds is None else self.sounds.of_all(samples)
 
 
 def replaced(values: NDArray[Any], places: NDArray[np.int64], parts: Sequence[NDArray[Any]]) -> NDArray[Any]:
@@ -159,7 +176,7 @@ class ImageTextEncoder:
     """
 
     def __init__(self, tokenizer: Tokenizer, template: ChatTemplate, image: EncodedText) -> None:
-        self.template, self.image = template, image
+        self.template, self.image, self.sound = template, image, EncodedText([SOUND], [False])
         self.eod = tokenizer.special.eod
         self._encode = bare_encoder(tokenizer)
         if template.eod_after_answer and self.eod is None:
@@ -171,8 +188,8 @@ class ImageTextEncoder:
     def __call__(self, pair: ImageText) -> EncodedText:
         """Raises DataError for a conversation without an answer, or whose template leaves an image out."""
         if isinstance(pair.text, Conversation):
-            return self._conversation(pair.text, len(pair.images))
-        return self._pieces(pair.text, [(0, len(pair.text))], [len(pair.text)])
+            return self._conversation(pair.text, len(pair.images), len(pair.sounds))
+        return self._pieces(pair.text, [(0, len(pair.text))], [len(pair.text)], with_sounds=bool(pair.sounds))
 
     def prompt(self, pair: ImageText) -> EncodedText:
         """What is to be continued by the last answer of a conversation; of a text, what is before its last part. The
@@ -183,25 +200,30 @@ class ImageTextEncoder:
         first = next((place for place in range(last, -1, -1) if not text.counted[place]), -1) + 1
         return EncodedText(text.tokens[:first], text.counted[:first])
 
-    def _conversation(self, conversation: Conversation, images: int) -> EncodedText:
+    def _conversation(self, conversation: Conversation, images: int, sounds: int) -> EncodedText:
         text, answers = answer_spans(conversation, self.template)
         if not answers:
             raise DataError(f"{conversation.where} has no answer of the assistant, so nothing would be learnt of it")
-        if text.count(MARK) != images:
-            raise DataError(
-                f'{conversation.where}: {self.template.name} writes "{MARK}" {text.count(MARK)} times, and the '
-                f"number of images is {images}; correct the template"
-            )
-        return self._pieces(text, answers, [end for _, end in answers] if self.template.eod_after_answer else [])
+        for mark, count in [(MARK, images)] + ([(SOUND_MARK, sounds)] if sounds else []):
+            if text.count(mark) != count:
+                raise DataError(
+                    f'{conversation.where}: {self.template.name} writes "{mark}" {text.count(mark)} times, and the '
+                    f"number of {mark[1:-1]}s is {count}; correct the template"
+                )
+        ends = [end for _, end in answers] if self.template.eod_after_answer else []
+        return self._pieces(text, answers, ends, with_sounds=sounds > 0)
 
-    def _pieces(self, text: str, counted: Sequence[Span], ends: Sequence[int]) -> EncodedText:
+    def _pieces(
+        self, text: str, counted: Sequence[Span], ends: Sequence[int], *, with_sounds: bool = False
+    ) -> EncodedText:
         """The text is encoded in pieces, cut at marks and at `ends`, behind which the end-of-document id goes."""
-        marks = [found.span() for found in re.finditer(re.escape(MARK), text)]
-        starts = {start for start, _ in marks}
+        marks = list(re.finditer(f"{MARK}|{SOUND_MARK}" if with_sounds else MARK, text))
+        starts = {found.start(): self.image if found[0] == MARK else self.sound for found in marks}
+        cuts = {cut for found in marks for cut in found.span()}
         whole = EncodedText([], [])
         # Cut at marks, so that no token reaches over an image, and at the ends of answers, as generation ends there.
-        for start, end in pairwise(sorted({0, *(cut for mark in marks for cut in mark), *ends, len(text)})):
-            whole += self.image if start in starts else self._piece(text, start, end, counted)
+        for start, end in pairwise(sorted({0, *cuts, *ends, len(text)})):
+            whole += starts[start] if start in starts else self._piece(text, start, end, counted)
             if end in ends and self.eod is not None:
                 whole += EncodedText([self.eod], [True])
         return whole

@@ -15,13 +15,23 @@ from starlette.responses import JSONResponse, Response
 from torch import Tensor
 
 from mt_infer.chat.tool_calls import ToolCall, ToolCallParser, call_constraint, offered_constraint
-from mt_infer.prompts import ImageViews, image_data
+from mt_infer.prompts import ImageViews, Sound, image_data
 from mt_infer.sampling.parameters import SamplingParameters
 from mt_infer.sampling.sampler import LogProbs
 from mt_infer.server.errors import ApiError
 from mt_infer.server.openai.answers import Piece, TokenTexts, chat_logprob, envelope, prompt_rows, usage
 from mt_infer.server.openai.fields import Body, Count, SamplingFields
-from mt_infer.server.openai.messages import Message, Messages, PictureUrl, for_template, picture_urls, read_pictures
+from mt_infer.server.openai.messages import (
+    Message,
+    Messages,
+    PictureUrl,
+    SoundPart,
+    for_template,
+    picture_urls,
+    read_pictures,
+    read_sounds,
+    sound_parts,
+)
 from mt_infer.server.openai.sampling import constraint, sampling_of, tokens_to_generate
 from mt_infer.server.served_model import ServedModel
 from mt_infer.server.service import EventStream, Service, until_disconnect
@@ -160,15 +170,22 @@ async def new_job(service: Service, body: ChatBody) -> Job:
         raise ApiError(f'the model "{model.name}" takes no images', param="messages")
     if any(picture.is_video for picture in urls) and not model.require_generator().prompts.takes_videos:
         raise ApiError(f'a part is a video_url, and the model "{model.name}" takes no videos', param="messages")
+    parts = sound_parts(body.messages)
+    if parts and not model.require_generator().prompts.takes_sounds:
+        raise ApiError(f'the model "{model.name}" takes no sounds', param="messages")
     images = await _images(service, model, urls) if urls else []
-    prompt = await asyncio.to_thread(_prompt, model, body, images)
+    sounds = await _sounds(service, model, parts) if parts else []
+    prompt = await asyncio.to_thread(_prompt, model, body, images, sounds)
     sampling = _sampling(service, model, body, prompt)
-    inputs = model.require_generator().prompts.image_inputs(images) if images else {}
+    inputs: Mapping[str, Tensor] = {}
+    if images or sounds:
+        prompts = model.require_generator().prompts
+        inputs = {**prompts.image_inputs(images), **prompts.sound_inputs(sounds)}
     return Job(model, body, prompt, inputs, sampling, "chat.completion.chunk" if body.stream else "chat.completion")
 
 
-def _prompt(model: ServedModel, body: ChatBody, images: Sequence[ImageViews]) -> list[int]:
-    return chat_prompt(model, body.messages, body.offered_tools, body.template_names, images)
+def _prompt(model: ServedModel, body: ChatBody, images: Sequence[ImageViews], sounds: Sequence[Sound]) -> list[int]:
+    return chat_prompt(model, body.messages, body.offered_tools, body.template_names, images, sounds)
 
 
 def chat_prompt(
@@ -177,13 +194,21 @@ def chat_prompt(
     tools: Sequence[Mapping[str, Any]] | None,
     names: Mapping[str, Any],
     images: Sequence[ImageViews] = (),
+    sounds: Sequence[Sound] = (),
 ) -> list[int]:
     """The ids of a conversation. names: further ones of the template. images: of its images and videos, in order."""
     chat = model.require_chat()
     text = chat.text(for_template(messages), tools, names)
-    if not images:
+    if not (images or sounds):
         return chat.encode(text)
-    return model.require_generator().prompts.with_pictures(text, images, chat.encode)
+    return model.require_generator().prompts.with_pictures(text, images, chat.encode, sounds)
+
+
+async def _sounds(service: Service, model: ServedModel, parts: Sequence[SoundPart]) -> list[Sound]:
+    """The samples of each sound, one request's at a time, as images are."""
+    rule = model.require_generator().prompts.sound_tokens.rule
+    async with service.decoding:
+        return await asyncio.to_thread(read_sounds, parts, service.options.media_folders, rule)
 
 
 async def _images(service: Service, model: ServedModel, urls: Sequence[PictureUrl]) -> list[ImageViews]:

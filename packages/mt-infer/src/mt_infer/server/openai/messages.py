@@ -18,10 +18,12 @@ from pydantic import ConfigDict, Field
 
 from mt_core.errors import DataError
 from mt_data.datasets.images.image_text import ImageTextDataConfig
-from mt_data.datasets.images.pixels import decode_image
+from mt_data.datasets.images.pixels import ImageFile, decode_image
 from mt_data.datasets.images.video_files import container_of
 from mt_data.datasets.images.videos import frame_size
-from mt_infer.prompts import ImageViews, read_video, views_of
+from mt_data.datasets.sounds.reading import read_sound, require_length, sound_of_bytes
+from mt_data.datasets.sounds.rules import SoundRule
+from mt_infer.prompts import ImageViews, Sound, read_video, views_of
 from mt_infer.server.errors import ApiError
 from mt_infer.server.openai.fields import Body
 
@@ -69,7 +71,36 @@ class VideoPart(Body):
     video_url: VideoUrl
 
 
-ContentPart = TextPart | ImagePart | VideoPart | RefusalPart
+class InputAudio(Body):
+    """data: the content of a WAV file in base64. format: wav; OpenAI's mp3 is not read."""
+
+    data: Annotated[str, Field(min_length=1)]
+    format: Literal["wav", "mp3"]
+
+
+class InputAudioPart(Body):
+    """A sound, as OpenAI's client sends it."""
+
+    type: Literal["input_audio"]
+    input_audio: InputAudio
+    prompt_cache_breakpoint: dict[str, Any] | None = None
+
+
+class AudioUrl(Body):
+    """url: data:audio/...;base64,... of a WAV file, or file:/// of one in a folder that the server allows."""
+
+    url: Annotated[str, Field(min_length=1)]
+
+
+class AudioUrlPart(Body):
+    """A sound in vLLM's words."""
+
+    type: Literal["audio_url"]
+    audio_url: AudioUrl
+
+
+SoundPart = InputAudioPart | AudioUrlPart
+ContentPart = TextPart | ImagePart | VideoPart | InputAudioPart | AudioUrlPart | RefusalPart
 
 
 class CalledFunction(Body):
@@ -87,7 +118,7 @@ class MessageToolCall(Body):
 
 
 class Message(Body):
-    """Text, and images of the user."""
+    """Text, and images and sounds of the user."""
 
     model_config = ConfigDict(extra="forbid", strict=True)
 
@@ -132,6 +163,21 @@ def picture_urls(messages: Sequence[Message]) -> list[PictureUrl]:
     return urls
 
 
+def sound_parts(messages: Sequence[Message]) -> list[SoundPart]:
+    """Sounds, in their order. Raises ApiError for one of another than the user."""
+    found: list[SoundPart] = []
+    for number, message in enumerate(messages):
+        parts = message.content if isinstance(message.content, list) else []
+        own = [part for part in parts if isinstance(part, InputAudioPart | AudioUrlPart)]
+        if own and message.role != "user":
+            raise ApiError(
+                f'messages: message {number} of the role "{message.role}" has a sound; those of "user" can',
+                param="messages",
+            )
+        found += own
+    return found
+
+
 def for_template(messages: Sequence[Message]) -> list[dict[str, Any]]:
     """Raises ApiError for a call whose arguments are no JSON."""
     return [_for_template(message, number) for number, message in enumerate(messages)]
@@ -150,6 +196,8 @@ def _for_template(message: Message, number: int) -> dict[str, Any]:
 def _part(part: ContentPart) -> dict[str, str]:
     if isinstance(part, ImagePart | VideoPart):
         return {"type": "video" if isinstance(part, VideoPart) else "image"}
+    if isinstance(part, InputAudioPart | AudioUrlPart):
+        return {"type": "audio"}
     return {"type": "text", "text": part.refusal if isinstance(part, RefusalPart) else part.text}
 
 
@@ -181,6 +229,33 @@ def read_pictures(
             yield _read_video(url, f"messages: video {number}", folders, data)
         else:
             yield views_of([_read(url, f"messages: image {number}", folders)], data)[0]
+
+
+def read_sounds(parts: Sequence[SoundPart], folders: Sequence[Path], rule: SoundRule) -> list[Sound]:
+    """Samples at 16 kHz of each. folders: those that file: URLs may name. Raises ApiError for all other URLs, and for
+    what is no sound of a length that the rule takes."""
+    return [_read_sound(part, f"messages: sound {number}", folders, rule) for number, part in enumerate(parts, 1)]
+
+
+def _read_sound(part: SoundPart, name: str, folders: Sequence[Path], rule: SoundRule) -> Sound:
+    try:
+        if isinstance(part, AudioUrlPart) and not part.audio_url.url.startswith("data:"):
+            path = _file(part.audio_url.url, name, folders, "audio")
+            sound = read_sound(ImageFile(path))
+        else:
+            sound = sound_of_bytes(_content_of(part, name), name)
+        require_length(len(sound), rule, None, name)
+    except DataError as error:
+        raise _refused(str(error) if str(error).startswith(name) else f"{name}: {error}") from error
+    return sound
+
+
+def _content_of(part: SoundPart, name: str) -> bytes:
+    if isinstance(part, AudioUrlPart):
+        return _data(part.audio_url.url, name, ("audio/",))
+    if part.input_audio.format != "wav":
+        raise _refused(f'{name} has the format "{part.input_audio.format}"; this server reads "wav", convert it')
+    return _base64(part.input_audio.data, name)
 
 
 def _read_video(url: str, name: str, folders: Sequence[Path], data: ImageTextDataConfig) -> ImageViews:
@@ -223,26 +298,31 @@ def _data(url: str, name: str, kinds: tuple[str, ...] = ("image/",)) -> bytes:
     if not head.startswith(kinds) or not head.endswith(";base64"):
         allowed = " or ".join(f"data:{kind}...;base64" for kind in kinds)
         raise _refused(f"{name} is data:{head[:50]}; it must be {allowed}, with the file behind the comma")
+    return _base64(encoded, name)
+
+
+def _base64(encoded: str, name: str) -> bytes:
     try:
         return base64.b64decode(encoded, validate=True)
     except (binascii.Error, ValueError) as error:
         raise _refused(f"{name} is not valid base64: {error}") from error
 
 
-def _file(url: str, name: str, folders: Sequence[Path]) -> Path:
+def _file(url: str, name: str, folders: Sequence[Path], kind: str = "image") -> Path:
+    """kind: of data: URLs that would be taken."""
     try:
         path = _path_of(url)
     except ValueError as error:
         raise _refused(f"{name} is at {url[:50]!r}, which is no URL: {error}") from error
     if path is None:
         raise _refused(
-            f"{name} is at {url[:50]!r}, which this server does not fetch; send it as data:image/...;base64,..."
+            f"{name} is at {url[:50]!r}, which this server does not fetch; send it as data:{kind}/...;base64,..."
         )
     # After links and `..` are resolved: a link inside the folder that leads outside is refused.
     if not any(path.is_relative_to(folder.resolve()) for folder in folders):
         raise _refused(
-            f"{name} is a file outside the folders that this server reads images from (--allowed-local-media-path "
-            "of mt serve); send it as data:image/...;base64,..."
+            f"{name} is a file outside the folders that this server reads {kind}s from (--allowed-local-media-path "
+            f"of mt serve); send it as data:{kind}/...;base64,..."
         )
     return path
 

@@ -12,7 +12,7 @@ from mt_infer.server.errors import ApiError
 from mt_infer.server.openai.answers import token_texts
 from mt_infer.server.openai.chat import Tool, chat_prompt
 from mt_infer.server.openai.fields import Name, RequestBody, TokenId
-from mt_infer.server.openai.messages import Messages, picture_urls
+from mt_infer.server.openai.messages import Messages, picture_urls, sound_parts
 from mt_infer.server.served_model import ServedModel
 from mt_infer.server.service import Service
 
@@ -71,8 +71,8 @@ def _tokenized(model: ServedModel, body: TokenizeBody) -> dict[str, Any]:
 
 def _ids(model: ServedModel, body: TokenizeBody) -> list[int]:
     if body.messages is not None:
-        if picture_urls(body.messages):
-            raise ApiError("messages: an image has no tokens of its own; leave it out", param="messages")
+        if picture_urls(body.messages) or sound_parts(body.messages):
+            raise ApiError("messages: an image or a sound has no tokens of its own; leave it out", param="messages")
         tools = [tool.for_template() for tool in body.tools or ()] or None
         begins = {} if body.add_generation_prompt is None else {"add_generation_prompt": body.add_generation_prompt}
         return chat_prompt(model, body.messages, tools, {**begins, **(body.chat_template_kwargs or {})})
