@@ -168,10 +168,14 @@ def test_t5_by_part(build, activation) -> None:
     assert flops.cross_attention_core * 2 == approx(within("cross_attention") - projections)
 
 
-@pytest.mark.parametrize("family", ["bert", "gpt", "llama"])
-@pytest.mark.parametrize("task", ["classification", "multiple_choice"])
+HEADS = [(family, task) for family in ("bert", "gpt", "llama") for task in ("classification", "multiple_choice")]
+HEADS.append(("modernbert", "classification"))
+FURTHER = {"llama": {"num_query_groups": 2}, "modernbert": {"global_attn_every_n_layers": 1}}
+
+
+@pytest.mark.parametrize(("family", "task"), HEADS)
 def test_heads_by_part(build, family, task) -> None:
-    keys = BERT if family != "llama" else BERT | {"num_query_groups": 2}
+    keys = BERT | FURTHER.get(family, {})
     classes = {"num_classes": 5} if task == "classification" else {}
     options = ["train.loss=classification"]
     model = build(*options, family=f"{family}_{task}", **keys, **classes, attention_backend="eager")
@@ -181,8 +185,8 @@ def test_heads_by_part(build, family, task) -> None:
     flops = heads_flops.flops_per_token(model.config, 16, convention="full")
     assert flops.forward * tokens == approx(total)
     assert flops.feed_forward * tokens == approx(within("mlp"))
-    assert flops.head * tokens == approx(within("_head"))
-    assert flops.pooler * tokens == approx(within("pooler"))
+    assert flops.head * tokens == approx(within("classification_head", "multichoice_head"))
+    assert flops.pooler * tokens == approx(within("pooler", "lm_head"))
 
 
 @pytest.mark.parametrize("groups", [4, 2])

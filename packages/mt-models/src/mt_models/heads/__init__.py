@@ -29,6 +29,7 @@ def _spec(
         check=Lazy("mt_models.heads.config:check_choice"),
         presets=Lazy(f"mt_models.heads.config:{presets}"),
         name_maps={"megatron": Lazy("mt_models.heads.config:MEGATRON"), **hugging_face},
+        training_flops=Lazy("mt_models.heads.config:training_flops"),
         starts_from=(
             StartsFrom(
                 family=base,

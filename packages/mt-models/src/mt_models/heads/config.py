@@ -237,4 +237,15 @@ def _layers(config: Any, seq_length: int, convention: Convention) -> tuple[Any, 
     return decoder_flops_per_token(config, seq_length, convention=convention), 0.0
 
 
+TEXTS_OF_QUESTION = 4
+"""Texts to choose from, of the data set race."""
+
+
+def training_flops(config: Config) -> float:
+    """See `ModelSpec.training_flops`: of a text, or of all those of a question."""
+    model, length = config.model, config.data.seq_length
+    texts = 1 if isinstance(model, ClassificationConfig) else TEXTS_OF_QUESTION
+    return texts * length * flops_per_token(model, length).training
+
+
 MEGATRON = MegatronMap(unsupported="Megatron-Core has no heads that choose a class or a text")
