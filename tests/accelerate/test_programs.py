@@ -140,6 +140,7 @@ def on_ranks(on_two_ranks: list[tuple[dict[str, Any], dict[str, Any]]]) -> list[
     return [found for found, _ in on_two_ranks]
 
 
+@pytest.mark.long
 @pytest.mark.dist
 @pytest.mark.slow
 @pytest.mark.parametrize("layout", LAYOUTS)
@@ -166,6 +167,7 @@ def test_every_layout_has_the_losses_of_one_process(alone, on_ranks, layout: str
     assert (ranks[0]["gpt2"]["logits"] is None) == (layout == "PP 2")
 
 
+@pytest.mark.long
 @pytest.mark.dist
 @pytest.mark.slow
 @pytest.mark.parametrize("families", [("gpt2", "t5"), pytest.param(FAMILIES, marks=pytest.mark.exhaustive)])

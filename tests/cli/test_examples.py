@@ -56,6 +56,7 @@ def test_every_dense_and_state_space_family_has_a_recipe() -> None:
     assert families >= FAMILIES
 
 
+@pytest.mark.long
 @pytest.mark.slow
 @pytest.mark.parametrize("recipe", TRAINED, ids=lambda path: path.stem)
 def test_a_recipe_trains(recipe: Path, tmp_path: Path, capsys) -> None:

@@ -119,6 +119,7 @@ ALONE = InTurn(run, *([(1, without_layout(keys)) for _, keys in runs] for runs i
 TOGETHER = InTurn(run, RUNS, MORE_RUNS)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     ("world", "keys"),
     [*RUNS, *(pytest.param(*one, marks=EXHAUSTIVE) for one in MORE_RUNS)],

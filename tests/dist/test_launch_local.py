@@ -273,6 +273,7 @@ with rank_session("cpu") as session:
 """
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     # Two nodes end well in the training below, too.
     "how",
@@ -313,6 +314,7 @@ def test_a_death_on_one_node_ends_the_ranks_of_the_other(program, tmp_path, capf
     assert len(shown) == 2  # each launcher says it
 
 
+@pytest.mark.long
 def test_two_nodes_that_are_started_alike_train_to_the_end(tmp_path, monkeypatch) -> None:
     """Each node's ranks compare all that they were started with, then train, save and evaluate together."""
     chosen: Queue[int] = Queue()

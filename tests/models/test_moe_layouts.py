@@ -219,7 +219,10 @@ RUNS = InTurn(
 
 @pytest.mark.parametrize(
     ("model", "world", "layout"),
-    [*LAYOUTS, *(pytest.param(*one, marks=EXHAUSTIVE) for one in FURTHER_LAYOUTS)],
+    [
+        *(pytest.param(*case, marks=pytest.mark.long if case[1] == 4 else ()) for case in LAYOUTS),
+        *(pytest.param(*case, marks=EXHAUSTIVE) for case in FURTHER_LAYOUTS),
+    ],
 )
 def test_a_layout_computes_what_one_process_does(model, world, layout) -> None:
     found, reference = RUNS.result(world, (model, layout)), RUNS.result(1, (model, of_one_process(layout)))

@@ -348,6 +348,7 @@ def test_no_more_operators_than_a_loop_written_by_hand(tiny) -> None:
 LLAMA = ["model.family=llama", "model.num_query_groups=2"]
 
 
+@pytest.mark.long
 @pytest.mark.slow
 @pytest.mark.parametrize("more", [[], LLAMA, TENSORWISE_FP8], ids=["gpt", "llama", "tensorwise fp8"])
 def test_compiled_layers_are_one_graph_each_and_train_alike(more, tiny, monkeypatch) -> None:

@@ -17,7 +17,7 @@ from mt_infer.server.served_model import ServedModel
 if TYPE_CHECKING:
     from playwright.sync_api import Browser, Page
 
-pytestmark = pytest.mark.slow
+pytestmark = [pytest.mark.slow, pytest.mark.long]
 NAMES = ("chromium", "chromium-browser", "google-chrome")
 DESKTOP, PHONE = {"width": 1280, "height": 800}, {"width": 390, "height": 844}
 

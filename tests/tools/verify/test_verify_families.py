@@ -139,6 +139,7 @@ def require_same(config: Config) -> None:
     assert not wrong, wrong[:3]
 
 
+@pytest.mark.long
 @pytest.mark.slow
 @pytest.mark.parametrize(
     "layout", [*EXAMPLE_LAYOUTS, *(pytest.param(one, marks=EXHAUSTIVE) for one in SLOW_EXAMPLE_LAYOUTS)], ids=" ".join
@@ -147,6 +148,7 @@ def test_an_example_computes_the_same_on_several_processes(layout: tuple[str, ..
     require_same(example(*layout))
 
 
+@pytest.mark.long
 @pytest.mark.slow
 @pytest.mark.parametrize("name", PRESET_LAYOUTS)
 def test_a_preset_computes_the_same_on_several_processes(name: str) -> None:

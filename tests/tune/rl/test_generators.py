@@ -49,6 +49,7 @@ def test_a_generator_draws_what_training_would_draw(tmp_path: Path, ahead: tuple
     assert all(list(one["weights"]) == [str(one["step"] - 1)] for one in rollouts(tmp_path, "beside"))
 
 
+@pytest.mark.long
 def test_conversations_are_held_where_completions_are_drawn(tmp_path: Path) -> None:
     """4 s"""
     keys = (
@@ -190,6 +191,7 @@ def test_what_a_generator_refuses_is_said_by_training(tmp_path: Path) -> None:
         Trainer(config(tmp_path, ONE, layout))
 
 
+@pytest.mark.long
 def test_generators_are_divided_over_nodes() -> None:
     place = Placement(starters=(0, 4), each=2, address="first", first_device=4)
     assert [list(place.ranks_of(rank)) for rank in (0, 1, 4)] == [[0, 1], [], [2, 3]]

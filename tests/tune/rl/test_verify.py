@@ -55,6 +55,7 @@ def file(tmp_path: Path) -> Path:
     return path
 
 
+@pytest.mark.long
 @pytest.mark.dist
 @pytest.mark.slow
 @pytest.mark.parametrize("what", ["layout", "resume"])

@@ -198,12 +198,13 @@ RUNS = InTurn(
     recorded,
     [
         *((1, of_recipe(recipe)) for recipe in WHOLE),
-        *((2, (*of_recipe(recipe), *EXACT[layout])) for recipe, layout in CASES),
         *((2, (*of_recipe(recipe), *TENSOR_PARALLEL)) for recipe in WHOLE),
     ],
+    [(2, (*of_recipe(recipe), *EXACT[layout])) for recipe, layout in CASES],
 )
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(("recipe", "layout"), CASES)
 def test_layouts_that_cut_no_matrix_have_the_same_losses(recipe, layout) -> None:
     keys = of_recipe(recipe)
