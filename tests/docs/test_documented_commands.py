@@ -55,6 +55,7 @@ NOT_RUN = {
     r"config init( |$)(?!.*--yes)": "asks questions; tests/cli/test_config_init.py answers them",
     r"--load-dir (llama-hf|hybrid-hf|MODEL|outputs/checkpoint)": "needs a checkpoint that we have none of",
     r"--load-dir (gpt-oss-20b|gpt/checkpoints|runs/llama|a )": "needs a checkpoint that we have none of",
+    r"Mistral-Large-3": "a published model; tests/ckpt/test_convert_mistral_large.py makes small ones",
     r"DeepSeek-V3|Llama-3\.1-8B-FP8|mt quantization llama-int4": "tests/ckpt/quantized makes small ones",
     r"mt rollouts runs/": "needs a run that drew completions; tests/tune/rl reads some",
     r"runs/rounded": "a run with [quantize]; tests/tune/quantized_training trains and exports some",

@@ -123,6 +123,31 @@ MODELS = {
             "moe_router_load_balancing_type": ["seq_aux_loss"],
         },
     },
+    "mistral_large4 that learns": {
+        "family": "mistral_large4",
+        **SHAPE,
+        **{key: value for key, value in LATENT.items() if key != "q_lora_rank"},
+        **INDEXER,
+        "num_layers": 4,
+        "no_rope_freq": 2,
+        "kv_source_layers": [0, 1, 0, 1],
+        "dsa_indexer_loss_coeff": 1.0,
+        "moe": {**EXPERTS, "moe_layer_freq": "[0,1,1,1]", "moe_shared_expert_intermediate_size": 16},
+    },
+    "longcat_flash": {
+        "family": "longcat_flash",
+        **SHAPE,
+        **LATENT,
+        "init_method_std": 0.2,
+        "moe": {
+            **EXPERTS,
+            "moe_num_zero_experts": 2,
+            "moe_router_topk": 3,
+            "moe_router_pre_softmax": True,
+            "moe_router_enable_expert_bias": True,
+            "moe_router_topk_scaling_factor": 1.5,
+        },
+    },
     "deepseek that predicts, tied": {
         "family": "deepseek",
         **SHAPE,
@@ -182,9 +207,12 @@ FURTHER_LAYOUTS: list[tuple[str, int, tuple[str, ...]]] = [
     ("deepseek that predicts", 2, (TP2,)),
     ("deepseek that predicts", 2, (TP2, SP)),
     ("deepseek that predicts", 2, (PP2,)),
+    ("mistral_large4 that learns", 2, (TP2, SP, FULL)),
+    ("longcat_flash", 2, (TP2, SP, *LATENTS)),
+    ("longcat_flash", 2, (CP2, FULL)),
 ]
-"""Parts of layouts that the same model has below; parameters of every kind are sharded there by each data-parallel
-rank, too."""
+"""Parts of layouts that the same model has below (parameters of every kind are sharded there by each data-parallel
+rank, too), and of families whose parts others have."""
 LAYOUTS: list[tuple[str, int, tuple[str, ...]]] = [
     ("mixtral", 4, (TP2, SP, EP2, BATCH4)),
     ("qwen_moe", 2, (TP2, SP)),

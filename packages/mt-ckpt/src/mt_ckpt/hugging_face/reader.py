@@ -253,6 +253,12 @@ def _open_tensors(path: Path, written: WrittenFiles) -> TensorFiles:
         raise CheckpointError(f"{path}: has none of {', '.join(WEIGHTS)}, nor an index of one")
     if weights.suffix != ".json":
         return TensorFiles([open_tensor_file(weights, written)])
+    return open_listed_files(path, weights, written)
+
+
+def open_listed_files(path: Path, weights: Path, written: WrittenFiles) -> TensorFiles:
+    """The tensors of the files in `path` that the index `weights` lists. Raises CheckpointError for files that are
+    missing or hold other tensors than it says."""
     listed = _read_json(weights, written).get("weight_map")
     if not isinstance(listed, dict) or not all(isinstance(name, str) for name in listed.values()):
         raise CheckpointError(f"{weights}: has no weight_map from tensors to files")

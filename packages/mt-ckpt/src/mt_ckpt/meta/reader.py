@@ -19,10 +19,13 @@ from mt_ckpt.files.checksum_file import WrittenFiles
 from mt_ckpt.files.external_tensors import ExternalTensors
 from mt_ckpt.files.safetensors import TensorInfo
 from mt_ckpt.hugging_face.family import identify
-from mt_ckpt.hugging_face.reader import HuggingFaceReader, open_tensor_file, same_bits
-from mt_ckpt.hugging_face.tensors import Renamed, TensorFile
+from mt_ckpt.hugging_face.reader import HuggingFaceReader, open_listed_files, open_tensor_file, same_bits
+from mt_ckpt.hugging_face.tensors import Renamed, TensorFile, TensorFiles
+from mt_ckpt.meta.latent_params import has_latent_attention, to_mistral4
+from mt_ckpt.meta.latent_params import renamed as latent_names
 from mt_ckpt.meta.params import EMBEDDING, OUTPUT, to_hugging_face
 from mt_ckpt.pickles.torch_file import NamedTensorsFile
+from mt_ckpt.quantized.methods import dequantized
 from mt_core.errors import CheckpointError
 from mt_core.plugins import PluginHost
 
@@ -73,6 +76,8 @@ class MergedShards:
 
 PARAMS = "params.json"
 SAFETENSORS = "consolidated.safetensors"
+INDEX = "consolidated.safetensors.index.json"
+"""Of a model of Mistral's that several files hold together."""
 PTH = re.compile(r"consolidated\.([0-9]{2})\.pth")
 TOKENIZERS = ("tokenizer.model", "tokenizer.model.v3")
 LLAMA_3_SPECIAL_TOKENS = ("<|begin_of_text|>", "<|end_of_text|>")
@@ -100,7 +105,7 @@ FREQUENCIES = "rope.freqs"
 
 def detect(path: Path) -> bool:
     """Whether `path` has params.json and consolidated weights."""
-    return (path / PARAMS).is_file() and bool(_weight_files(path))
+    return (path / PARAMS).is_file() and (bool(_weight_files(path)) or (path / INDEX).is_file())
 
 
 def open_checkpoint(path: Path, host: PluginHost) -> HuggingFaceReader:
@@ -108,6 +113,8 @@ def open_checkpoint(path: Path, host: PluginHost) -> HuggingFaceReader:
     parameters."""
     written = WrittenFiles(path)
     params = _read_params(path / PARAMS, written)
+    if has_latent_attention(params):
+        return _open_latent(path, params, written, host)
     shards = [open_tensor_file(file, written) for file in _weight_files(path)]
     if not shards:
         raise CheckpointError(f"{path}: has no consolidated.00.pth and no {SAFETENSORS}")
@@ -116,7 +123,24 @@ def open_checkpoint(path: Path, host: PluginHost) -> HuggingFaceReader:
     names = list(_without_tied_output(shards))
     external = to_hugging_face(params, {name: merged.infos[name] for name in names})
     renamed = Renamed(merged, {_renamed(name): name for name in names})
-    tensors = HalvesRotated(renamed, external)
+    return _reader_of(HalvesRotated(renamed, external), external, path, written, host)
+
+
+def _open_latent(path: Path, params: Mapping[str, Any], written: WrittenFiles, host: PluginHost) -> HuggingFaceReader:
+    """A model of Mistral's with latent attention, whose rows of queries and keys stand as in Hugging Face's format. Of
+    one with an image tower the decoder."""
+    if (path / INDEX).is_file():
+        stored = open_listed_files(path, path / INDEX, written)
+    else:
+        stored = TensorFiles([open_tensor_file(path / SAFETENSORS, written)])
+    named = Renamed(stored, latent_names(stored.infos))
+    tensors, external = dequantized(named, to_mistral4(params))
+    return _reader_of(tensors, external, path, written, host)
+
+
+def _reader_of(
+    tensors: ExternalTensors, external: Mapping[str, Any], path: Path, written: WrittenFiles, host: PluginHost
+) -> HuggingFaceReader:
     family, config = identify(external, tensors.infos, host)
     tokenizer = _tokenizer_file(path)
     files = {} if tokenizer is None else {"tokenizer.model": written.read(tokenizer)}
