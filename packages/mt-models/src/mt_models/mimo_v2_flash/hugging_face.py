@@ -153,7 +153,7 @@ def import_positions(external: Mapping[str, Any]) -> dict[str, Any]:
 
 def rope_of_kind(kinds: Mapping[str, Any], kind: str) -> tuple[float, float]:
     """Base and rotated share of one kind of layer; of a kind without a table those of the other, or the defaults."""
-    other = next((table for table in kinds.values() if table), {})
+    other: Mapping[str, Any] = next((table for table in kinds.values() if table), {})
     beside = {"partial_rotary_factor": other.get("partial_rotary_factor", SHARE)}
     given = kinds.get(kind) or beside
     table = rope_table({"rope_parameters": given}, BASES[kind], partial_rotary_factor=SHARE)
