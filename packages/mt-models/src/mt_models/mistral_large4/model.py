@@ -22,6 +22,7 @@ class MistralLarge4Model(SoftcappedDecoder):
     """tokens [B, S] -> logits [B, S, vocab]"""
 
     config: MistralLarge4Config
+    rotary: LearnedRotary
 
     def __init__(self, config: MistralLarge4Config, context: ModelBuildContext) -> None:
         check_stages(config, context.stages or ())
