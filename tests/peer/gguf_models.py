@@ -50,6 +50,14 @@ MIXERS = {
     "mamba_chunk_size": 8,
 }
 
+ENCODER = {
+    "family": "modernbert",
+    **SHAPE,
+    "ffn_hidden_size": 96,
+    "local_attention": 6,
+    "add_lm_head": False,
+}
+
 MODELS: dict[str, dict[str, Any]] = {
     "llama": {"family": "llama", **GROUPED},
     "llama_tied": {

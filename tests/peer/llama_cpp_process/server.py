@@ -1,5 +1,6 @@
-"""llama.cpp, from the wheel xllamacpp by its C interface: logits, greedy text, tokens and blocks. It has its own
-environment, reads one JSON job from standard input and writes arrays to the file that it names."""
+"""llama.cpp, from the wheel xllamacpp by its C interface: logits, states, greedy text, tokens and blocks.
+
+It has its own environment, reads one JSON job from standard input and writes arrays to the file that it names."""
 
 from __future__ import annotations
 
@@ -43,6 +44,10 @@ def declare() -> None:
         ("llama_model_get_vocab", pointer, [pointer]),
         ("llama_vocab_n_tokens", number, [pointer]),
         ("llama_decode", number, [pointer, Batch]),
+        ("llama_encode", number, [pointer, Batch]),
+        ("llama_set_embeddings", None, [pointer, ctypes.c_bool]),
+        ("llama_get_embeddings", ctypes.POINTER(ctypes.c_float), [pointer]),
+        ("llama_model_n_embd", number, [pointer]),
         ("llama_get_logits", ctypes.POINTER(ctypes.c_float), [pointer]),
         ("llama_tokenize", number, [pointer, text, number, pointer, number, ctypes.c_bool, ctypes.c_bool]),
         ("ggml_quantize_chunk", ctypes.c_size_t, [ctypes.c_int, pointer, pointer, *[ctypes.c_int64] * 3, pointer]),
@@ -71,6 +76,15 @@ class Model:
             sys.exit("llama_decode failed")
         size = LIBRARY.llama_vocab_n_tokens(self.vocabulary)
         return np.ctypeslib.as_array(LIBRARY.llama_get_logits(self.context), (len(ids), size)).copy()
+
+    def states(self, ids: list[int]) -> np.ndarray:
+        """[len(ids), width] of an encoder, behind its last norm."""
+        LIBRARY.llama_set_embeddings(self.context, True)
+        batch = Batch(len(ids), (ctypes.c_int32 * len(ids))(*ids), logits=(ctypes.c_int8 * len(ids))(*[1] * len(ids)))
+        if LIBRARY.llama_encode(self.context, batch):
+            sys.exit("llama_encode failed")
+        width = LIBRARY.llama_model_n_embd(self.model)
+        return np.ctypeslib.as_array(LIBRARY.llama_get_embeddings(self.context), (len(ids), width)).copy()
 
     def greedy(self, ids: list[int], number: int) -> list[int]:
         found = []
@@ -102,7 +116,9 @@ def main() -> None:
             importance = inputs["importance"] if with_importance else None
             found[name] = quantized(number, inputs["x"], num_bytes, importance)
     if "file" in job:
-        if "ids" in job:
+        if "ids" in job and job.get("encode"):
+            found["states"] = Model(job["file"], job["length"]).states(job["ids"])
+        elif "ids" in job:
             found["logits"] = Model(job["file"], job["length"]).logits(job["ids"])
         if "greedy" in job:
             found["greedy"] = np.array(Model(job["file"], job["length"]).greedy(job["ids"], job["greedy"]))

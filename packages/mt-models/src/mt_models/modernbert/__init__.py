@@ -13,6 +13,7 @@ SPEC = ModelSpec(
     presets=Lazy("mt_models.modernbert.config:PRESETS"),
     name_maps={
         "hf": Lazy("mt_models.modernbert.hugging_face:HUGGING_FACE"),
+        "gguf": Lazy("mt_models.modernbert.gguf:GGUF"),
         "megatron": Lazy("mt_models.modernbert.config:MEGATRON"),
     },
     training_flops=Lazy("mt_models.modernbert.config:training_flops"),
