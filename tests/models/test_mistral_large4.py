@@ -203,6 +203,8 @@ def test_layouts_that_divide_what_layers_share_are_refused(monkeypatch, build) -
     monkeypatch.setenv("WORLD_SIZE", "2")
     with pytest.raises(ConfigError, match="chooses among the keys of the whole sequence, which other ranks hold"):
         build("parallel.context_parallel_size=2", family="mistral_large4", **OURS)
+    with pytest.raises(ConfigError, match="use_torch_fsdp2=true casts parameters to precision.dtype=bf16"):
+        build("parallel.use_torch_fsdp2=true", "precision.dtype=bf16", family="mistral_large4", **OURS)
     config = MistralLarge4Config(family="mistral_large4", **OURS, kv_source_layers=[0, 1, 0, 1])
     with pytest.raises(ConfigError, match="layer 2 reads the latents of layer 0"):
         check_sources(config, [Stage(range(2), last=False), Stage(range(2, 4), first=False)])

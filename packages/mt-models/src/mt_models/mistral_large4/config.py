@@ -38,10 +38,7 @@ class MistralLarge4Config(IndexedAttentionConfig):
     @property
     def layers_without_rope(self) -> list[bool]:
         """For each layer whether it has no rotary positions. Raises ConfigError for a pattern of another length."""
-        freq = self.no_rope_freq
-        if isinstance(freq, str):
-            return read_pattern(freq, self.num_layers, NO_ROPE)
-        return [freq is not None and (layer + 1) % freq == 0 for layer in range(self.num_layers)]
+        return layers_without_rope(self.no_rope_freq, self.num_layers)
 
     def kv_source_of(self, layer: int) -> int:
         """The layer whose latents a layer reads, both counted from 0."""
@@ -62,6 +59,13 @@ class MistralLarge4Config(IndexedAttentionConfig):
         return True
 
 
+def layers_without_rope(freq: int | str | None, num_layers: int) -> list[bool]:
+    """What `no_rope_freq` says of each layer."""
+    if isinstance(freq, str):
+        return read_pattern(freq, num_layers, NO_ROPE)
+    return [freq is not None and (layer + 1) % freq == 0 for layer in range(num_layers)]
+
+
 def check_mistral_large4(config: Config) -> None:
     """Raise ConfigError for sizes, layers and layouts that do not fit together."""
     check_deepseek(config)
@@ -79,6 +83,12 @@ def check_mistral_large4(config: Config) -> None:
     _ = model.layers_without_rope  # raises for a pattern that does not fit
     _check_sources(model)
     check_indexers(config, model)
+    if config.parallel.use_torch_fsdp2 and config.precision.dtype != "fp32":
+        raise ConfigError(
+            f"parallel.use_torch_fsdp2=true casts parameters to precision.dtype={config.precision.dtype}, in which the "
+            "factors of frequencies (rotary.alpha) turn far positions by other angles; shard with "
+            "parallel.use_distributed_optimizer, or set precision.dtype to fp32"
+        )
 
 
 def _check_sources(model: MistralLarge4Config) -> None:

@@ -30,7 +30,7 @@ from mt_models.blocks.moe import MoEOptions, frequency_of
 from mt_models.deepseek import hugging_face as deepseek
 from mt_models.deepseek_v32.hugging_face import FULL, SHARED, SHARING, import_sharing
 from mt_models.hugging_face import IGNORED, NOT_A_CHOICE, HuggingFaceFamily, require_value
-from mt_models.mistral_large4.config import MistralLarge4Config
+from mt_models.mistral_large4.config import MistralLarge4Config, layers_without_rope
 
 KIND, TEXT_KIND = "mistral_large4", "mistral_large4_text"
 
@@ -189,13 +189,14 @@ def import_text(external: Mapping[str, Any]) -> dict[str, Any]:
     kinds = stated.get("layer_types")
     if kinds is not None and set(kinds) != {"indexed_attention"}:
         raise ConfigError(f"layer_types={kinds} is not supported; every layer can be indexed_attention alone")
+    freq = _import_no_rope(stated, layers)
+    rotates = [not without for without in layers_without_rope(freq, layers)]
     values = {
         **_import_rope(external),
         **import_sharing(stated),
-        "no_rope_freq": _import_no_rope(stated, layers),
+        "no_rope_freq": freq,
+        **_import_sources(stated.get(SOURCES), rotates),
     }
-    rotates = MistralLarge4Config.model_construct(num_layers=layers, no_rope_freq=values["no_rope_freq"]).rotates
-    values |= _import_sources(stated.get(SOURCES), [rotates(layer) for layer in range(layers)])
     return {**values, **_import_experts(stated, layers)}
 
 
