@@ -39,7 +39,7 @@ def reference_of(**keys) -> nn.Module:
         vision_config=transformers.MuseGlimmerVisionConfig(**TOWER),
         projector_hidden_size=16,
         out_hidden_size=64,
-        image_token_id=VOCAB,
+        image_token_id=7,
         video_token_id=VOCAB,
         **ATTENTION,
     )

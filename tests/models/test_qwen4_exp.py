@@ -10,9 +10,11 @@ from tests.models import decoder_reference as dense
 from tests.models import moe_reference as ref
 from tests.models.published_configs import PUBLISHED
 from torch import nn
+from torch.utils.flop_counter import FlopCounterMode
 
 from mt_core.errors import ConfigError
 from mt_models.blocks.ngram_ids import NGramTable, ngram_rows, primes
+from mt_models.qwen4_exp.flops import flops_per_token
 
 transformers = pytest.importorskip("transformers")
 
@@ -141,3 +143,27 @@ def test_a_configuration_that_cannot_be_read(host, fields, words) -> None:
 def test_impossible_shapes_are_refused(host, keys, words) -> None:
     with pytest.raises(ConfigError, match=words):
         ref.build_from(host, {**MODELS["qwen4_exp"], **keys})
+
+
+def test_flops_of_parts_are_those_that_torch_counts(host, randomize) -> None:
+    model = ref.build_from(host, MODELS["qwen4_exp"])
+    randomize(model)
+    with FlopCounterMode(display=False) as counter, torch.no_grad():
+        model(dense.random_tokens(101, 16))
+    counts = {name: sum(ops.values()) for name, ops in counter.get_flop_counts().items()}
+    flops = flops_per_token(model.config, 16, convention="full")
+    streams = ("mix_down_proj", "mix_up_proj", "inject_proj")
+    for part, endings in (("connections", streams), ("ngrams", (".ngrams",))):
+        counted = sum(count for name, count in counts.items() if name.endswith(endings))
+        assert getattr(flops, part) * 2 * 16 == pytest.approx(counted, rel=0.01), part
+    # A layer's attention without what it is made of: the core, and the indexer's scores of runs.
+    whole, projections = (
+        sum(n for name, n in counts.items() if name.endswith(ends))
+        for ends in (
+            ("layers.1.self_attention", "layers.3.self_attention"),
+            ("linear_qkv", "linear_proj"),
+        )
+    )
+    expected = flops.attention_projections + flops.attention_core + flops.indexer
+    assert expected * 2 * 16 == pytest.approx(whole, rel=0.01)
+    assert flops.attention_projections * 2 * 16 == pytest.approx(projections, rel=0.01)

@@ -6,7 +6,7 @@ from typing import Annotated, Any
 
 from pydantic import Field
 
-from mt_core.config.fields import PositiveInt
+from mt_core.config.fields import NonNegativeInt, PositiveInt
 from mt_core.config.layer_pattern import read_pattern
 from mt_core.config.schema import Config
 from mt_core.config_map import MegatronMap
@@ -35,6 +35,11 @@ class MuseGlimmerConfig(RMSNormDecoderConfig):
     """Multiplies logits before their soft cap."""
     final_logit_softcapping: PositiveFloat = 20.0
     """Logits x become c tanh(x / c)."""
+    image_token_id: NonNegativeInt | None = None
+    """The token in whose place a picture would be, which this family has not: it is embedded as token 0, as in a text
+    without pictures. Default: none."""
+    video_token_id: NonNegativeInt | None = None
+    """The same of a video."""
 
     def window_of(self, layer: int) -> int | None:
         return None if self.marked_layers(GLOBAL)[layer] else self.sliding_window
@@ -87,6 +92,8 @@ PRESETS: dict[str, dict[str, Any]] = {
             "max_position_embeddings": 131072,
             "norm_epsilon": 1e-5,
             "output_multiplier": 0.19611613513818404,
+            "image_token_id": 200092,
+            "video_token_id": 200091,
         },
         "data": {"seq_length": 4096},
     },

@@ -193,11 +193,27 @@ def export_extra(model: Mapping[str, Any]) -> dict[str, Any]:
         "out_hidden_size": 64,
         "projector_hidden_size": 16,
         "tie_word_embeddings": tied,
+        **{key: text["vocab_size"] if model[key] is None else model[key] for key in PICTURES},
     }
 
 
+PICTURES = {"image_token_id": 200092, "video_token_id": 200091}
+"""Defaults of the class."""
+WITH_TOWER = decoder_within(KIND, TEXT, KIND, PROJECTOR)
+
+
+def import_whole(external: Mapping[str, Any]) -> dict[str, Any]:
+    assert WITH_TOWER.import_extra is not None
+    text = WITH_TOWER.import_extra(external)
+    ids = {key: external.get(key, default) for key, default in PICTURES.items()}
+    # One beyond the vocabulary stands for none.
+    return {**text, **{key: number for key, number in ids.items() if 0 <= number < text["vocab_size"]}}
+
+
 MUSE_GLIMMER = replace(
-    decoder_within(KIND, TEXT, KIND, PROJECTOR),
+    WITH_TOWER,
+    import_extra=import_whole,
+    import_extra_keys=(*WITH_TOWER.import_extra_keys, *PICTURES),
     export_extra=export_extra,
 )
 

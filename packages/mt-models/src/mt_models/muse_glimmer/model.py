@@ -27,13 +27,19 @@ from mt_models.muse_glimmer.config import MuseGlimmerConfig
 
 
 class NormalizedEmbedding(TokenEmbedding):
-    """Token embeddings divided by their root mean square. A tied LM head has them as they are stored."""
+    """Token embeddings divided by their root mean square. A tied LM head has them as they are stored.
+
+    Tokens in the place of pictures are embedded as token 0.
+    """
 
     def __init__(self, config: MuseGlimmerConfig, ctx: ParallelContext) -> None:
         super().__init__(config, ctx)
         self.norm = ScaleFreeRMSNorm(config.norm_epsilon)
+        self.of_pictures = tuple(i for i in (config.image_token_id, config.video_token_id) if i is not None)
 
     def forward(self, tokens: Tensor, position_ids: Tensor) -> Tensor:
+        for number in self.of_pictures:
+            tokens = tokens.masked_fill(tokens == number, 0)
         normed: Tensor = self.norm(super().forward(tokens, position_ids))
         return normed
 

@@ -43,7 +43,7 @@ def flops_per_token(config: Qwen4ExpConfig, seq_length: int, *, convention: Conv
         **vars(decoder),
         connections=connection_flops(config),
         ngrams=len(config.layers_with_ngrams) * ngram_flops(config),
-        indexer=attention * indexer_flops(config, seq_length) if chooses else 0.0,
+        indexer=attention * indexer_flops(config, seq_length, convention) if chooses else 0.0,
     )
 
 
@@ -54,10 +54,10 @@ def keys_seen(config: Qwen4ExpConfig, seq_length: int) -> float:
     return sum(min(before // ratio, most) * ratio + before % ratio for before in positions) / seq_length
 
 
-def indexer_flops(config: Qwen4ExpConfig, seq_length: int) -> float:
+def indexer_flops(config: Qwen4ExpConfig, seq_length: int, convention: Convention) -> float:
     """Forward FLOPs of one indexer: its projection, and the products with the runs before a position."""
     rows = (config.qsa_indexer_n_heads + 1) * config.qsa_indexer_head_dim
-    runs = mean_keys(seq_length, None, "seen") / config.qsa_compress_ratio
+    runs = mean_keys(seq_length, None, convention) / config.qsa_compress_ratio
     return 2.0 * (config.hidden_size * rows + runs * config.qsa_indexer_n_heads * config.qsa_indexer_head_dim)
 
 
