@@ -124,8 +124,8 @@ def import_positions(external: Mapping[str, Any], base: float) -> int | str | No
     others = {float(theta) for theta in bases} - {0.0, base}
     if others or len(bases) < layers:
         raise ConfigError(
-            f"layer_rope_theta={bases} is not supported; it needs 0 (no positions) or the rope_theta={base} of all for "
-            f"each of num_hidden_layers={layers}"
+            f"layer_rope_theta={bases} is not supported; it needs 0 (no positions) or the rope_theta={base} of "
+            f"rope_parameters for each of num_hidden_layers={layers}"
         )
     without = [not theta for theta in bases[:layers]]
     return frequency(without) if any(without) else None
