@@ -31,6 +31,7 @@ from mt_core.parallel.context import ParallelContext
 from mt_core.plugins import PluginHost
 from mt_core.specs import MODELS
 from mt_core.train.checkpoint.state import load_parameters, require_fit
+from mt_models.sound.spectrogram import gemma_spectrogram
 
 TOLERANCE = 2e-4
 """Of the largest logit, for another order of summation."""
@@ -186,6 +187,9 @@ class Sweep:
         inputs = sweep_inputs(self.case)
         if self.case.inputs == "text_with_sound":
             return inputs | self._sounds(external)
+        if self.case.inputs == "text_with_frames":
+            channels = external["audio_config"]["subsampling_conv_channels"]
+            return inputs | gemma_frames(channels[0] if isinstance(channels, list) and channels else 16)
         square = "pixel_values" in inputs and case_has_square_images(self.case)
         if square and isinstance(side, int) and 0 < side != inputs["pixel_values"].shape[-1]:
             images = torch.randn(*inputs["pixel_values"].shape[:-2], side, side, generator=torch.manual_seed(3))
@@ -214,6 +218,12 @@ DYNAMIC = (
 
 
 SOUNDS = [sound(SOUND_SAMPLES, seed) for seed in (1, 2)]
+
+
+def gemma_frames(bins: Any) -> dict[str, Tensor]:
+    """Spectrograms of the sounds, which tests/models/test_gemma4_sound.py compares with those of transformers."""
+    count = bins if isinstance(bins, int) and bins > 0 else 16
+    return {"input_features": torch.stack([gemma_spectrogram(sound, count) for sound in SOUNDS])}
 
 
 def case_has_square_images(case: Case) -> bool:
@@ -296,7 +306,7 @@ def as_ours(case: Case, inputs: dict[str, Tensor]) -> dict[str, Tensor]:
     if case.inputs == "images":
         return {"images": inputs["pixel_values"]}
     found = {"tokens": inputs["input_ids"]}
-    if case.inputs == "text_with_sound":
+    if case.inputs in ("text_with_sound", "text_with_frames"):
         return {**found, "audio": torch.stack(SOUNDS), "audio_lengths": torch.tensor([[SOUND_SAMPLES]] * 2)}
     if case.inputs in DYNAMIC:
         return {**found, "images": _cells().view(2, 6, 3, 4, 4), "image_grids": torch.tensor([[[2, 3]]] * 2)}

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -266,6 +266,17 @@ def gemma4_vl(vision_keys: dict[str, Any], **text_keys: Any) -> Case:
     # Tokens of videos and sounds are in no text here.
     keys = {"image_token_id": IMAGE, **dict.fromkeys(("video_token_id", "audio_token_id"), 10_000)}
     return Case("gemma4_vl", "Gemma4ForConditionalGeneration", "Gemma4Config", keys, "text_with_pooled_patches", parts)
+
+
+def gemma4_with_sound() -> Case:
+    """A small one, with per-layer embeddings, and an audio tower beside that for pictures."""
+    pictures = gemma4_vl({"use_clipped_linears": True}, hidden_size_per_layer_input=6, num_kv_shared_layers=2)
+    audio = {
+        "hidden_size": 24, "num_hidden_layers": 2, "num_attention_heads": 3, "subsampling_conv_channels": [16, 6],
+        "conv_kernel_size": 3, "attention_chunk_size": 4, "attention_context_left": 4, "output_proj_dims": 20,
+    }  # fmt: skip
+    parts = {**pictures.parts, "audio_config": ("Gemma4AudioConfig", audio)}
+    return replace(pictures, keys={**pictures.keys, "audio_token_id": AUDIO}, parts=parts, inputs="text_with_frames")
 
 
 def mistral3(kind: str, **text_keys: Any) -> Case:
@@ -842,6 +853,7 @@ CASES: dict[str, Case] = {
     "gemma4 with pictures, large": gemma4_vl(
         {"standardize": True}, attention_k_eq_v=True, use_bidirectional_attention="vision", sliding_window=5
     ),
+    "gemma4 with sound": gemma4_with_sound(),
     "qwen3_5": qwen_next_vl("", **DECODER),
     "qwen3_5_moe": qwen_next_vl(
         "Moe",
@@ -940,6 +952,15 @@ def inputs_of(case: Case) -> dict[str, Tensor]:
         tokens[:, 2:8] = IMAGE
         patches = torch.randn(48, 3, 2, 2, generator=generator)
         return {"input_ids": tokens, "pixel_values": patches, "image_grid_thw": torch.tensor([[1, 4, 6]] * 2)}
+    if case.inputs == "text_with_frames":
+        tokens = tokens.where(tokens != AUDIO, 1)
+        tokens[:, 2:7] = AUDIO
+        frames, bins = (SOUND_SAMPLES - 1) // 160, case.parts["audio_config"][1]["subsampling_conv_channels"][0]
+        return {
+            "input_ids": tokens,
+            "input_features": torch.randn(2, frames, bins, generator=generator),
+            "input_features_mask": torch.ones(2, frames, dtype=torch.bool),
+        }
     if case.inputs == "text_with_sound":
         # Without grids positions are those of words, as they are beside sound alone.
         tokens = tokens.where(tokens != AUDIO, 1)

@@ -93,6 +93,7 @@ TELLING = {
     "gemma4_text": ("layer_types", "rope_parameters", "num_kv_shared_layers", "per_layer_config", "head_dim"),
     "gemma4 with pictures, large": ("use_bidirectional_attention", "standardize", "pooling_kernel_size"),
     "minimax_m3_vl": ("spatial_merge_size", "rope_parameters", "tie_word_embeddings", "projector_hidden_size"),
+    "gemma4 with sound": ("attention_context_right", "subsampling_conv_channels", "attention_chunk_size"),
     "kimi_k25": ("pos_emb_height", "merge_kernel_size", "projection_layer_norm_eps", "n_group"),
     "mistral3": ("hidden_act", "spatial_merge_size", "vision_feature_layer", "head_dim"),
     "qwen3_vl": ("rope_parameters", "deepstack_visual_indexes", "num_position_embeddings", "out_hidden_size"),
