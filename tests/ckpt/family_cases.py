@@ -808,6 +808,13 @@ CASES: dict[str, Case] = {
     "bert classes": Case(
         "bert_classification", "BertForSequenceClassification", "BertConfig", {**ENCODER, "num_labels": 3}
     ),
+    "modernbert classes": Case(
+        "modernbert_classification",
+        "ModernBertForSequenceClassification",
+        "ModernBertConfig",
+        {**ENCODER, "local_attention": 6, "num_labels": 3}
+        | dict.fromkeys(("bos_token_id", "eos_token_id", "pad_token_id")),
+    ),
     "bert choice": Case("bert_multiple_choice", "BertForMultipleChoice", "BertConfig", ENCODER, "choices"),
     "t5": Case("t5", "T5ForConditionalGeneration", "T5Config", T5, "two_texts"),
     "t5 1.1": Case(
