@@ -8,7 +8,7 @@ python="${1:-3.12}"
 bundle=bench/gpu/bundle
 ours=(core models data ckpt moe tools infer tune cli)
 needed=(pydantic orjson backports.zstd lazy-loader pluggy typer rich jinja2 safetensors xxhash)
-testing=(pytest pytest-timeout hypothesis)
+testing=(pytest pytest-timeout pytest-xdist hypothesis)
 
 rm -rf "$bundle"
 mkdir -p "$bundle/wheels" "$bundle/tests"
@@ -22,6 +22,8 @@ uvx --quiet pip download --quiet --no-deps --only-binary=:all: --python-version 
     --requirement "$bundle/wheels.txt" --dest "$bundle/wheels"
 rm -f "$bundle/wheels/.gitignore"
 cp pyproject.toml bench/{decode,rollouts}.py bench/peer_steps/{cases,plain_torch,plain_on_gpu}.py "$bundle"
+mkdir "$bundle/tests/ckpt"
+cp tests/ckpt/convert_cases.py "$bundle/tests/ckpt"
 cp -r tests/conftest.py tests/costs.py tests/covering.py tests/core tests/gpu tests/moe "$bundle/tests"
 find "$bundle" -name __pycache__ -prune -exec rm -rf {} +
 du -sh "$bundle"

@@ -79,10 +79,12 @@ decode() {
         --out "$results/decode-$model.json"
 }
 
+# gpu_tests NAME SECONDS PROCESSES FILES...: kernels are compiled on the CPU's cores, each test on one.
 gpu_tests() {
-    local name="$1" limit="$2"
-    shift 2
-    measure "$name" "$limit" python3 -m pytest -v -o addopts= -p no:cacheprovider -p pytest_timeout --timeout 90 "$@"
+    local name="$1" limit="$2" processes="$3"
+    shift 3
+    measure "$name" "$limit" python3 -m pytest -v -o addopts= -p no:cacheprovider -p pytest_timeout --timeout 90 \
+        -p xdist.plugin --numprocesses "$processes" "$@"
 }
 
 compiled=(--set train.compile=blocks)
@@ -144,12 +146,14 @@ case "$part" in
     # Fine-tuning. GRPO with LoRA: 64 completions of 256 tokens a step.
     bench train-8b-lora 110 train --preset 8b --set adapter.type=lora
     measure grpo-8b 240 python3 rollouts.py --preset llama3-8b --out "$results/grpo-8b.json"
-    gpu_tests tests-gpu-decoding 160 tests/gpu/test_decoding.py tests/gpu/test_quantized_products.py
+    gpu_tests tests-gpu-decoding 160 4 tests/gpu/test_decoding.py tests/gpu/test_quantized_products.py
     ;;
 8)
     # Experts compile a kernel for each tile and FP8 whole models: the last ones.
-    gpu_tests tests-gpu 540 tests/gpu/test_kernels.py tests/gpu/test_steps.py tests/gpu/test_main_gradients.py \
-        tests/gpu/test_time_parts.py tests/gpu/test_experts.py tests/gpu/test_fp8.py
+    gpu_tests tests-gpu 440 6 tests/gpu/test_families.py tests/gpu/test_kernels.py tests/gpu/test_steps.py \
+        tests/gpu/test_main_gradients.py tests/gpu/test_experts.py tests/gpu/test_fp8.py
+    # It compares times.
+    gpu_tests tests-gpu-time 90 0 tests/gpu/test_time_parts.py
     ;;
 esac
 

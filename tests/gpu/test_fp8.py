@@ -155,12 +155,12 @@ def losses_in_bf16() -> list[float]:
 @pytest.mark.parametrize("compile_", ["none", "blocks"])
 @pytest.mark.parametrize("recipe", RECIPES)
 def test_runs_stay_near_bf16(recipe: str, compile_: str, losses_in_bf16: list[float]) -> None:
-    """By the mean over all steps: the loss at the end of so short a run is chaotic. Over ten seeds on an H200 that of
-    fp32 was up to 1.8 % from that of bf16, and that of the same run compiled up to 0.5 %."""
+    """By the mean over all steps: the loss at the end of so short a run is chaotic. On an H200 that of fp32 was up to
+    1.8 % from that of bf16, over ten seeds; the mean over all steps up to 0.25 %, over six, and that of FP8 0.9 %."""
     fp8 = [f"precision.fp8_format={RECIPES[recipe]}", f"precision.fp8_recipe={recipe}", "precision.fp8_min_features=1"]
     losses = losses_of_steps(*fp8, f"train.compile={compile_}")
     assert losses[0] == pytest.approx(losses_in_bf16[0], rel=0.002)
-    assert statistics.mean(losses) == pytest.approx(statistics.mean(losses_in_bf16), rel=0.005)
+    assert statistics.mean(losses) == pytest.approx(statistics.mean(losses_in_bf16), rel=0.01)
 
 
 @pytest.mark.parametrize("recipe", RECIPES)
