@@ -230,7 +230,7 @@ class VisionLanguageModel(Model):
         if (num_places := int(places.sum())) != features:
             raise DataError(
                 f"the text has {num_places} image tokens (id {self.config.image_token_index}), and its images have "
-                f"{features} features; write the image token once for each feature"
+                f"{features} features; write the image token (model.image_token_index) once for each feature"
             )
 
     def _leave_untrained(self) -> None:

@@ -140,7 +140,7 @@ class SoundLanguageModel(VisionLanguageModel):
         if found != wanted:
             raise DataError(
                 f"the rows of the batch have {found} audio tokens (id {self.config.audio_token_index}), and sounds of "
-                f"{wanted} features; write the audio token once for each feature"
+                f"{wanted} features; write the audio token (model.audio_token_index) once for each feature"
             )
 
     # -- generation ----------------------------------------------------------------------------------
