@@ -15,7 +15,6 @@ from typing import Protocol
 import torch
 from torch import Tensor, nn
 
-from mt_core.nn.attention import AttentionPattern
 from mt_core.nn.cache import Cache, Pages, PositionState
 from mt_core.nn.layout import normal
 from mt_core.nn.linear import SEQUENCE_DIM
@@ -110,7 +109,7 @@ class BlockIndexer(nn.Module):
 
     # -- a cache -------------------------------------------------------------------------------------
 
-    def choose_cached(self, x: Tensor, pattern: AttentionPattern, angles: RotaryAngles, cache: Cache) -> Tensor:
+    def choose_cached(self, x: Tensor, angles: RotaryAngles, cache: Cache) -> Tensor:
         """[1, S, heads of this rank, topk] of the new positions S in the cache; of a sequence of which no block is left
         out, anything."""
         queries, keys = self._project(x, angles)

@@ -70,7 +70,7 @@ class BlockSparseAttention(SelfAttention):
         assert angles is not None
         q, k, v = self.project_and_rotate(x, angles)
         if cache is not None:
-            chosen = self.indexer.choose_cached(x, pattern, angles, cache)
+            chosen = self.indexer.choose_cached(x, angles, cache)
             return self.linear_proj(self._attend_cached(q, chosen, k, v, pattern, cache).flatten(2))
         return self.linear_proj(self.attend(q, k, v, self._sparse(x, k.shape[1], pattern, angles)).flatten(2))
 

@@ -222,8 +222,10 @@ def import_positions(external: Mapping[str, Any]) -> dict[str, Any]:
 
 # -- configuration -----------------------------------------------------------------------------------
 
-EXPERT_KEYS = ("intermediate_size", "num_local_experts", "num_experts", "num_experts_per_tok", "routed_scaling_factor")
-EXPERT_KEYS += ("shared_intermediate_size", BIAS_KEY)
+EXPERT_KEYS = (
+    *("intermediate_size", "num_local_experts", "num_experts", "num_experts_per_tok", "routed_scaling_factor"),
+    *("shared_intermediate_size", BIAS_KEY),
+)
 LAYER_KEYS = ("layer_types", "mlp_layer_types", "moe_layer_freq", "num_hidden_layers", "sparse_attention_config")
 EXPRESSED = (
     *("moe_ffn_hidden_size", "moe_router_topk", "moe_router_enable_expert_bias", "moe_layer_freq"),
