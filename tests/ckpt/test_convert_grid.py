@@ -372,8 +372,11 @@ IN_EVERY_PAIR = ("gpt", "llama")
 def draws() -> Iterator[object]:
     for model in CASES:
         default = one_layout_a_pair if model in IN_EVERY_PAIR else each_format_once
+        # What differs between models of these few formats are the names in Hugging Face's files, which tests of the
+        # families compare as well.
+        usual = pytest.mark.long if model in NO_MEGATRON & UNABLE["gguf"] else ()
         for drawn in (each_format_once, one_layout_a_pair, every_layout):
-            yield pytest.param(model, drawn, marks=() if drawn is default else EXHAUSTIVE)
+            yield pytest.param(model, drawn, marks=usual if drawn is default else EXHAUSTIVE)
 
 
 @pytest.mark.parametrize(("model", "drawn"), list(draws()))
