@@ -28,7 +28,7 @@ from mt_data.datasets.images.encoded import (
     encode_files,
 )
 from mt_data.datasets.images.pixels import ImageFile
-from mt_data.datasets.images.sample import SampleShape
+from mt_data.datasets.images.sample import SampleShape, padded_sounds
 from mt_data.datasets.images.text import ImageTextEncoder, ImageTokens
 from mt_data.datasets.images.tiles import DynamicResolution, Grid, LongestEdgeTiling, Tiling, padded_grids
 from mt_data.datasets.images.videos import VideoSampling, grid_of, read_view, views_of_frames
@@ -36,7 +36,6 @@ from mt_data.datasets.opening import BuiltSplit
 from mt_data.datasets.sft.chat_templates import load_chat_template
 from mt_data.datasets.sft.packing import Packing, pack_best_fit, pack_singly
 from mt_data.datasets.sounds.reading import read_sound
-from mt_data.datasets.sounds.sample import padded_sounds
 from mt_data.datasets.sounds.tokens import SoundTokens
 from mt_data.datasets.splits import epoch_order
 from mt_data.datasets.text_files import Encode, TextDataConfig, TextSource, bare_encoder, build_from_text

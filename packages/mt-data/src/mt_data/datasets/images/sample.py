@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -109,3 +110,15 @@ class SampleShape:
         if "segment_ids" in sample:
             sample["segment_ids"][start:end] = segment
         return end
+
+
+def padded_sounds(sounds: Sequence[NDArray[np.float32]], config: ImageTextKeys) -> dict[str, np.ndarray]:
+    """audio fp32 [max_audio_samples]: sounds end to end; audio_lengths int64 [max_sounds]: samples of each. The rest is
+    0."""
+    audio = np.zeros(config.max_audio_samples, np.float32)
+    lengths = np.zeros(config.max_sounds, np.int64)
+    start = 0
+    for number, sound in enumerate(sounds):
+        audio[start : start + len(sound)] = sound
+        lengths[number], start = len(sound), start + len(sound)
+    return {"audio": audio, "audio_lengths": lengths}

@@ -12,11 +12,10 @@ from mt_core.errors import ConfigError
 from mt_core.interfaces import Split, SplitRequest, Tokenizer
 from mt_data.datasets.images.config import ImageDataConfig, ImageTextKeys
 from mt_data.datasets.images.pixels import as_input
-from mt_data.datasets.images.sample import EncodedText, SampleShape, labelled
+from mt_data.datasets.images.sample import EncodedText, SampleShape, labelled, padded_sounds
 from mt_data.datasets.images.tiles import DynamicResolution, Grid, grids, padded_grids
 from mt_data.datasets.images.videos import views_of_frames
 from mt_data.datasets.sounds.rules import RULES, SAMPLING_RATE, SOUND
-from mt_data.datasets.sounds.sample import padded_sounds
 from mt_data.datasets.splits import SPLITS
 from mt_data.datasets.text_files import Encode, bare_encoder
 

@@ -8,19 +8,18 @@ import numpy as np
 from numpy.typing import NDArray
 
 from mt_core.errors import DataError
-from mt_data.datasets.images.pixels import ImageFile
 from mt_data.datasets.sounds.resampling import resample, resampled_length
 from mt_data.datasets.sounds.rules import SAMPLING_RATE, SoundRule
-from mt_data.datasets.sounds.wav import decode_wav, read_wav, wav_head
+from mt_data.datasets.sounds.wav import StoredFile, decode_wav, read_wav, wav_head
 
 
-def sound_length(file: ImageFile) -> int:
+def sound_length(file: StoredFile) -> int:
     """Samples at 16 kHz, from the head of the file. Raises DataError for what is no sound."""
     head = wav_head(file)
     return resampled_length(head.frames, head.rate, SAMPLING_RATE)
 
 
-def read_sound(file: ImageFile) -> NDArray[np.float32]:
+def read_sound(file: StoredFile) -> NDArray[np.float32]:
     """fp32 [samples], the mean of the channels, resampled to 16 kHz. Raises DataError for what is no sound."""
     return resample(*read_wav(file), SAMPLING_RATE)
 

@@ -10,13 +10,12 @@ import struct
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import BinaryIO
+from typing import BinaryIO, Protocol
 
 import numpy as np
 from numpy.typing import NDArray
 
 from mt_core.errors import DataError
-from mt_data.datasets.images.pixels import ImageFile
 
 SUFFIXES = frozenset({".wav", ".wave"})
 PCM, FLOAT, EXTENSIBLE = 1, 3, 0xFFFE
@@ -36,6 +35,18 @@ ENCODINGS = {
 MAX_CHANNELS, LOWEST_RATE, HIGHEST_RATE = 64, 1000, 768_000
 
 
+class StoredFile(Protocol):
+    """A file, or a member of an archive whose bytes begin at `offset` and are `size`; str() names it in messages."""
+
+    @property
+    def member(self) -> str: ...
+    @property
+    def offset(self) -> int: ...
+    @property
+    def size(self) -> int: ...
+    def open(self) -> BinaryIO: ...
+
+
 @dataclass(frozen=True)
 class WavHead:
     """rate: samples a second. frames: samples of each channel. encoding: a key of ENCODINGS. begin: where the samples
@@ -52,13 +63,13 @@ class WavHead:
         return self.channels * self.encoding[1] // 8
 
 
-def wav_head(file: ImageFile) -> WavHead:
+def wav_head(file: StoredFile) -> WavHead:
     """Raises DataError for what is no WAV file, has a format that is not read, no sample, or ends too early."""
     with _opened(file) as (stream, size):
         return _head_of(stream, size, str(file))
 
 
-def read_wav(file: ImageFile) -> tuple[NDArray[np.float32], int]:
+def read_wav(file: StoredFile) -> tuple[NDArray[np.float32], int]:
     """The mean of the channels, fp32 [samples], and samples a second. Raises DataError as `wav_head` does, and for
     samples that are no numbers."""
     with _opened(file) as (stream, size):
@@ -78,7 +89,7 @@ def decode_wav(stream: BinaryIO, size: int, name: str) -> tuple[NDArray[np.float
 
 
 @contextmanager
-def _opened(file: ImageFile) -> Iterator[tuple[BinaryIO, int]]:
+def _opened(file: StoredFile) -> Iterator[tuple[BinaryIO, int]]:
     """A stream at the beginning of the sound, and its bytes."""
     with file.open() as stream:
         size = file.size if file.member else stream.seek(0, 2)
