@@ -87,6 +87,7 @@ class ModernBertText(TextVector, ModernBertModel):
     """The first position, or the mean of a text's, through the layer that masked words are predicted by, too."""
 
     inputs = ("tokens", "padding_mask")
+    lm_head: Any  # PredictionHead
 
     def __init__(self, config: Any, context: ModelBuildContext) -> None:
         super().__init__(config, context)

@@ -147,11 +147,12 @@ def largest_image(config: Config) -> int:
 def image_flops(config: MergedPatchConfig, cells: int) -> ImageFlops:
     """Forward FLOPs of an image of so many cells, in which all patches see one another."""
     patches = cells * config.merged_patches
+    layer: Any = config  # Each tower has an activation, some as a key and some as a fixed value.
     return ImageFlops(
         patches=2 * patches * config.num_channels * config.patch_dim**2 * config.hidden_size,
-        attention_projections=config.num_layers * patches * projection_flops(config),
-        attention_core=config.num_layers * patches * core_flops(config, patches),
-        feed_forward=config.num_layers * patches * dense_feed_forward_flops(config),
+        attention_projections=config.num_layers * patches * projection_flops(layer),
+        attention_core=config.num_layers * patches * core_flops(layer, patches),
+        feed_forward=config.num_layers * patches * dense_feed_forward_flops(layer),
         pooler=0.0,
         output=0.0,
     )

@@ -107,7 +107,7 @@ class PredictionHead(nn.Module):
 class ModernBertModel(BertModel):
     """tokens [B, S] -> BertOutput, without pooled vectors."""
 
-    inputs = ("tokens", "padding_mask", "position_ids")
+    inputs: tuple[str, ...] = ("tokens", "padding_mask", "position_ids")
     config: Any  # ModernBertConfig
 
     def __init__(self, config: ModernBertConfig, context: ModelBuildContext) -> None:

@@ -302,8 +302,10 @@ def _fake_images(tree: Tree, length: int, family: str, host: PluginHost) -> dict
     """Keys of the data set of fake images with texts. Images of sizes of their own fill a half of a sample at most."""
     config: Any = host[MODELS].get(family, key="model.family").config_type.load()
     wanted = config.model_validate(tree["model"]).image_data_keys
-    names = ("img_h", "img_w", "image_token_index", "image_seq_length", "dynamic_resolution")
-    names += ("audio_token_index", "audio_rule")
+    names = (
+        *("img_h", "img_w", "image_token_index", "image_seq_length", "dynamic_resolution"),
+        *("audio_token_index", "audio_rule"),
+    )
     keys = {"dataset_type": FAKE_IMAGE_TEXTS} | {name: wanted[name] for name in names if name in wanted}
     if keys.get("dynamic_resolution"):
         pixels = keys["img_h"] * keys["img_w"]

@@ -36,7 +36,8 @@ def resample(samples: NDArray[np.float32], rate: int, wanted: int) -> NDArray[np
     found = np.empty((rounds, phases), np.float32)
     for phase in range(phases):
         first, fraction = divmod(phase * step, phases)
-        weights = windowed_sinc(np.arange(-reach + 1, reach + 1) - fraction / phases, cut, reach)
+        places = np.arange(-reach + 1, reach + 1, dtype=np.float64) - fraction / phases
+        weights = windowed_sinc(places, cut, reach)
         # [rounds, 2 reach]: what is around each output, which begins `reach - 1` samples before it.
         around = np.lib.stride_tricks.sliding_window_view(padded[first + 1 :], 2 * reach)[::step][:rounds]
         found[:, phase] = around @ weights
