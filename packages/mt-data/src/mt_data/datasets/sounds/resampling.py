@@ -44,7 +44,7 @@ def resample(samples: NDArray[np.float32], rate: int, wanted: int) -> NDArray[np
     return found.reshape(-1)[:length]
 
 
-def windowed_sinc(distance: NDArray[np.float64], cut: float, reach: int) -> NDArray[np.float64]:
+def windowed_sinc(distance: NDArray[np.floating], cut: float, reach: int) -> NDArray[np.float64]:
     """Weights of samples at these distances, in samples. cut: the highest frequency, as a part of the half rate."""
     window = np.cos(np.pi / 2 * np.clip(distance / reach, -1.0, 1.0)) ** 2
     weights: NDArray[np.float64] = cut * np.sinc(cut * distance) * window
