@@ -38,6 +38,7 @@ from mt_models.blocks.hugging_face_moe import (
     group_scores,
     import_bias,
     import_groups,
+    renamed,
     require_normalized,
     shared_experts,
 )
@@ -118,12 +119,8 @@ def prediction_rules(
             rules.append(Same(f"{ours}{own}.weight", f"{theirs}{external}.weight"))
         # layer_rules names it as a decoder layer; only the canonical side is moved to mtp.
         prefix = OURS.replace("{i}", str(number))
-        rules += [_renamed(rule, prefix, f"{ours}mtp_model_layer.") for rule in rules_of_layer(counted, number)]
+        rules += [renamed(rule, prefix, f"{ours}mtp_model_layer.") for rule in rules_of_layer(counted, number)]
     return rules
-
-
-def _renamed(rule: Rule, prefix: str, instead: str) -> Rule:
-    return replace(rule, ours=instead + rule.ours.removeprefix(prefix))
 
 
 def copies(config: DeepseekConfig) -> dict[str, str]:
