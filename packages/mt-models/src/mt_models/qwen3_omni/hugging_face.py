@@ -149,11 +149,11 @@ AUDIO = ConfigMap(
         **IGNORED,
         "output_dim": "is the hidden_size of the decoder",
         "conv_chunksize": "computes the same convolutions in pieces",
-        "num_hidden_layers": "repeats encoder_layers",
         **dict.fromkeys(("dropout", "attention_dropout", "activation_dropout", "scale_embedding"), UNREAD),
         "max_source_positions": "length of a table of which 13 rows are read",
     },
     spellings={
+        "num_hidden_layers": "encoder_layers",
         "hidden_size": "d_model",
         "num_attention_heads": "encoder_attention_heads",
         "intermediate_size": "encoder_ffn_dim",
