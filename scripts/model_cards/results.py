@@ -15,7 +15,7 @@ BEGIN, END = "<!-- card: python -m scripts.model_cards -->", "<!-- end of card -
 PAGE_OF = {
     "qwen_vl": "qwen2_5_vl",
     "bert_classification": "bert",
-    "modernbert_classification": "bert",
+    "modernbert_classification": "modernbert",
     "bert_multiple_choice": "bert",
     "gpt_classification": "gpt",
     "llama_classification": "llama",

@@ -19,7 +19,9 @@ from tests.ckpt.test_convert_gguf import to_gguf
 from tests.ckpt.test_convert_meta import write
 from tests.covering import EXHAUSTIVE
 
+from mt_ckpt.commands.convert import describe
 from mt_ckpt.convert import convert
+from mt_ckpt.files.checksum_file import CHECKSUMS
 from mt_ckpt.native import read as native
 from mt_core import specs
 from mt_core.checkpoint_lookup import open_with
@@ -387,6 +389,17 @@ def test_every_pair_of_formats_and_layouts(model: str, drawn: Callable, host, tm
         path, asked = tmp_path / f"converted-{number}", options(second, model)
         convert(sources.path(first), path, loader=first[0], saver=second[0], options=asked, host=host)
         assert_same_state(model_of(opened(path, second[0], host)), sources.random.tensors)
+
+
+def test_parts_of_a_published_model_that_are_not_read_are_named(host, tmp_path: Path) -> None:
+    folder = Sources("exaone_moe", host, tmp_path).path(("hf", LAYOUTS[0]))
+    (folder / CHECKSUMS).unlink()
+    (file,) = folder.glob("*.safetensors")
+    save_file({**load_file(file), "mtp.fc.weight": torch.zeros(2, 3), "mtp.norm.weight": torch.zeros(3)}, file)
+    assert opened(folder, "hf", host).left_out == {"mtp.*": 2}
+    report = convert(folder, tmp_path / "mt", loader="hf", saver="mt", host=host)
+    assert "mtp.*" in report.left_out
+    assert any(line.startswith("left out") and "mtp.*" in line for line in describe(report, "mt", dry_run=False))
 
 
 def test_a_table_of_integers_goes_from_hugging_face_to_hugging_face(host, tmp_path: Path) -> None:

@@ -208,6 +208,9 @@ def test_tensors_that_are_missing_unknown_or_of_another_shape_are_named(mt, tmp_
     tensors = {name: torch.zeros(size) for name, size in shapes.items()}
     save_file(tensors, folder / "model.safetensors")
     assert "tensors, all used" in mt("models", "check", folder).out
+    quantized = json.loads((folder / "config.json").read_text()) | {"quantization_config": {"quant_method": "fp8"}}
+    (tmp_path / "quantized.json").write_text(json.dumps(quantized))
+    assert "quantized by fp8" in mt("models", "check", tmp_path / "quantized.json").out
     save_file({**tensors, "model.norm.weight": torch.zeros(7)}, folder / "model.safetensors")
     (problem,) = json.loads(mt("models", "check", folder, "--json").out)["problems"]
     assert problem["names"] == ["decoder.final_layernorm.weight"]

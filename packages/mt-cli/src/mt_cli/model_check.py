@@ -13,7 +13,7 @@ from mt_core.checkpoint_lookup import MODEL
 from mt_core.checkpoint_specs import CHECKPOINT_LOADERS
 from mt_core.config.loading import config_from_dict
 from mt_core.config.schema import Config
-from mt_core.config_map import HF_FORMAT, model_section, read_hf_config
+from mt_core.config_map import HF_FORMAT, QUANTIZATION_KEYS, model_section, read_hf_config, unquantized
 from mt_core.errors import ConfigError, MtError
 from mt_core.plugins import PluginHost
 
@@ -32,13 +32,17 @@ class Problem:
 @dataclass(frozen=True)
 class ModelCheck:
     """What `mt models check` found. family: None for a config.json that no family reads. parameters: None where torch
-    is missing. tensors: stored ones; None where config.json stands alone."""
+    is missing. tensors: those of the model; None where config.json stands alone. left_out: patterns of stored names
+    that are parts of the published model beside it, and the number of their tensors. quantization: how config.json says
+    that tensors are stored; None: they are not quantized."""
 
     path: str
     model_type: str
     family: str | None
     parameters: int | None
     tensors: int | None
+    left_out: Mapping[str, int]
+    quantization: str | None
     problems: list[Problem]
 
     @property
@@ -48,7 +52,8 @@ class ModelCheck:
 
 def check_model(path: Path, host: PluginHost) -> ModelCheck:
     """path: config.json, or a folder that has it and perhaps weights. Raises ConfigError without config.json."""
-    external = read_hf_config(path)
+    stored = read_hf_config(path)
+    external = unquantized(stored)
     config, problems = _read(external, host)
     parameters = None
     if config is not None and not problems and can_count():
@@ -56,12 +61,13 @@ def check_model(path: Path, host: PluginHost) -> ModelCheck:
             parameters = count_parameters(config, host).total
         except MtError as error:
             problems = [_config_problem(error, external)]
-    tensors = None
+    tensors, left_out = None, {}
     # Without a family the names of tensors say nothing.
     if not problems and path.is_dir() and host[CHECKPOINT_LOADERS].get(HF_FORMAT).detect.load()(path):
-        tensors, problems = _check_tensors(path, host)
+        tensors, left_out, problems = _check_tensors(path, host)
     family = None if config is None else config.model.family
-    return ModelCheck(str(path), str(external["model_type"]), family, parameters, tensors, problems)
+    model_type, method = str(external["model_type"]), _quantization(stored)
+    return ModelCheck(str(path), model_type, family, parameters, tensors, left_out, method, problems)
 
 
 # -- config.json -------------------------------------------------------------------------------------
@@ -95,6 +101,14 @@ def _configuration(external: Mapping[str, Any], host: PluginHost) -> Config:
     return config
 
 
+def _quantization(external: Mapping[str, Any]) -> str | None:
+    """The name of the method. Which of its settings are read shows when the tensors are opened."""
+    text = external.get("text_config")
+    places = [place for place in (external, text) if isinstance(place, Mapping)]
+    settings = [place[key] for place in places for key in QUANTIZATION_KEYS if isinstance(place.get(key), Mapping)]
+    return str(settings[0].get("quant_method", "without a name")) if settings else None
+
+
 def _config_problem(error: MtError, external: Mapping[str, Any]) -> Problem:
     words = set(re.findall(r"[\w.]+", str(error)))
     named = [key for key in external if key in words or any(word.startswith(f"{key}.") for word in words)]
@@ -104,8 +118,8 @@ def _config_problem(error: MtError, external: Mapping[str, Any]) -> Problem:
 # -- tensors -----------------------------------------------------------------------------------------
 
 
-def _check_tensors(path: Path, host: PluginHost) -> tuple[int | None, list[Problem]]:
-    """Their number, and what does not fit: names that are missing or unknown, and shapes."""
+def _check_tensors(path: Path, host: PluginHost) -> tuple[int | None, Mapping[str, int], list[Problem]]:
+    """Their number, what is left out, and what does not fit: names that are missing or unknown, and shapes."""
     try:
         reader = host[CHECKPOINT_LOADERS].get(HF_FORMAT).open.load()(path, host)
         shapes = reader.shapes()
@@ -113,13 +127,13 @@ def _check_tensors(path: Path, host: PluginHost) -> tuple[int | None, list[Probl
         expected = canonical_shapes(config, host)
     except MtError as error:
         where: Literal["config.json", "tensors"] = "config.json" if isinstance(error, ConfigError) else "tensors"
-        return None, [Problem(where, tensor_names(str(error)), str(error))]
+        return None, {}, [Problem(where, tensor_names(str(error)), str(error))]
     wrong = [
         Problem("tensors", [name], f"{name} has the shape {list(shape)}, the configuration makes it {list(own)}")
         for name, own in expected.items()
         if (shape := tuple(shapes[MODEL + name])) != own
     ]
-    return len(shapes), wrong
+    return len(shapes), getattr(reader, "left_out", {}), wrong
 
 
 def tensor_names(message: str) -> list[str]:

@@ -146,6 +146,19 @@ CONFIG = "config.json"
 HF_FORMAT = "hf"
 
 
+QUANTIZATION_KEYS = ("quantization_config", "compression_config", "quantization")
+"""Keys of config.json that say how tensors are stored, in the order in which they count. The second is what
+compressed-tensors wrote at first, the third is MLX's."""
+
+
+def unquantized(external: Mapping[str, Any]) -> dict[str, Any]:
+    """config.json as that of an unquantized folder. Of a model of text and images those of the text go too."""
+    plain = {key: value for key, value in external.items() if key not in QUANTIZATION_KEYS}
+    if isinstance(plain.get("text_config"), Mapping):
+        plain["text_config"] = unquantized(plain["text_config"])
+    return plain
+
+
 def read_hf_config(path: Path) -> dict[str, Any]:
     """path: config.json, or the folder that holds it. Raises ConfigError when that is no JSON object with a
     model_type."""

@@ -182,6 +182,12 @@ class NameMap:
             more = f"; and {len(problems) - 8} more" if len(problems) > 8 else ""
             raise CheckpointError(f"the tensors do not fit the model: {'; '.join(problems[:8])}{more}")
 
+    def left_out(self, theirs: Iterable[str]) -> dict[str, int]:
+        """Patterns of external tensors that are weights of other parts than the model has, such as a tower of images or
+        prediction layers, and how many each stands for. A name without * is that of a buffer."""
+        found = (next((p for p in self._patterns if fnmatchcase(name, p)), None) for name in theirs)
+        return dict(sorted(Counter(pattern for pattern in found if pattern is not None).items()))
+
     def _is_ignored(self, name: str) -> bool:
         return name in self.ignored or any(fnmatchcase(name, pattern) for pattern in self._patterns)
 

@@ -179,16 +179,12 @@ def describe(report: Report, save_dir: str, *, dry_run: bool) -> list[str]:
     unread = [f"without the optimizer of Megatron's run: {reason}"] if reason else []
     unread += _source_lines(report.read_from)
     if dry_run:
-        return [f"nothing written; {report.saver} can hold it: {amount}", *unread, *_files_left_out(report)]
+        lines = [f"nothing written; {report.saver} can hold it: {amount}", *unread]
+        return [*lines, *_left_out(report), *_files_left_out(report)]
     lines = [f"{save_dir}: written as {report.saver}: {amount}", *unread]
     if report.num_omitted_tensors:
         lines.append(f"the model's other {report.num_omitted_tensors} tensors are left to the base")
-    if report.left_out:
-        groups = sorted({_group(name) for name in report.left_out})
-        lines.append(
-            f"left out, since they are not asked for or {report.saver} has no place for them: {', '.join(groups)}"
-        )
-    lines += _files_left_out(report)
+    lines += [*_left_out(report), *_files_left_out(report)]
     checked = report.verification
     if checked is not None:
         lines.append(f"verified: {checked.num_tensors} tensors are equal bit for bit, {_outputs(checked.num_outputs)}")
@@ -208,6 +204,13 @@ def _source_lines(read_from: Mapping[str, Any]) -> list[str]:
     if read_from["left_out"]:
         lines.append(f"not read: {', '.join(read_from['left_out'])}")
     return lines
+
+
+def _left_out(report: Report) -> list[str]:
+    if not report.left_out:
+        return []
+    groups = sorted({_group(name) for name in report.left_out})
+    return [f"left out, since they are not asked for or {report.saver} has no place for them: {', '.join(groups)}"]
 
 
 def _files_left_out(report: Report) -> list[str]:
@@ -242,5 +245,7 @@ def _group(name: str) -> str:
 
     if name.endswith(HISTORY):
         return HISTORY.removeprefix(".")
+    if name.endswith("*"):
+        return name
     first, _, rest = name.partition(".")
     return f"{first}.{rest.partition('.')[0]}" if first == "optimizer" else first

@@ -47,7 +47,8 @@ class Report:
     tensors that were written.
 
     num_omitted_tensors: of the model, which the format leaves to another checkpoint, as a PEFT folder leaves the base.
-    left_out: tensors of the source that the target does not have, such as optimizer state.
+    left_out: tensors of the source that the target does not have, such as optimizer state; patterns of those that are
+    parts of a published model beside the one that is read, such as a tower of images.
     files_left_out: files of the source that the target does not have: of its tokenizer, chat template, generation.
     has_tokenizer: whether tokenizer files were converted too, or the model has no vocabulary.
     read_from: of a format that does not say what its model is: which file did ("config"), whose names the tensors have
@@ -126,12 +127,14 @@ def convert(
         source.activation_scales = prepared.opened.activation_scales()
     if dry_run:
         _rehearse(write, source, options, host)
-        return _report(spec.name, prepared, files_left_out=files_without_place(spec, source))
+        left_out = getattr(prepared.opened, "left_out", {})
+        return _report(spec.name, prepared, left_out, files_without_place(spec, source))
     # Savers read it to decide which processes write.
     source.workers = Workers(nproc, request, spec.name) if nproc > 1 else None
     _write(write, target, source, options, host)
     written = _written_names(target, spec.name, prepared, host)
     left_out = [*histories_of(prepared.opened), *(name for name in source.unconverted() if name not in written)]
+    left_out += getattr(prepared.opened, "left_out", {})
     verification = verify_conversion(source, target, spec, options, host, _judged_folder(request)) if verify else None
     report = _report(spec.name, prepared, left_out, _unwritten_files(target, spec.name, source, host), verification)
     # A saver may write files of a tokenizer that the source describes by its name.

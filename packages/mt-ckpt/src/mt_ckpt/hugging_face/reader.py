@@ -104,7 +104,10 @@ class HuggingFaceReader:
         self._tensors, self._files = tensors, files
         self._stored = _by_spelling(tensors, family, model)
         self._copies = _present_copies(family.copies(model), self._stored)
-        self._rules = {MODEL + rule.ours: rule for rule in family.name_map(model).reading(self._stored).rules}
+        names = family.name_map(model).reading(self._stored)
+        self._rules = {MODEL + rule.ours: rule for rule in names.rules}
+        self.left_out: Mapping[str, int] = names.left_out(self._stored)
+        """Patterns of names that are parts of the published model beside this one, and the number of their tensors."""
 
     @cached_property
     def _infos(self) -> Mapping[str, TensorInfo]:

@@ -20,10 +20,9 @@ from mt_ckpt.quantized import (
     torchao,
 )
 from mt_ckpt.quantized.weights import DequantizedTensors, Scheme
+from mt_core.config_map import QUANTIZATION_KEYS, unquantized
 from mt_core.errors import ConfigError
 
-KEYS = ("quantization_config", "compression_config", "quantization")
-"""Keys of config.json. The second is what compressed-tensors wrote at first, the third is MLX's."""
 BESIDE = "hf_quant_config.json"
 """What ModelOpt writes beside config.json."""
 DTYPES = {"float32": torch.float32, "float16": torch.float16, "bfloat16": torch.bfloat16}
@@ -42,7 +41,7 @@ def dequantized(tensors: ExternalTensors, external: Mapping[str, Any]) -> tuple[
     plain = {key: value for key, value in external.items() if key != BESIDE}
     if scheme is None:
         return tensors, plain
-    return DequantizedTensors(tensors, scheme.claims(tensors)), _unquantized(plain)
+    return DequantizedTensors(tensors, scheme.claims(tensors)), unquantized(plain)
 
 
 def scheme_of(external: Mapping[str, Any]) -> Scheme | None:
@@ -78,7 +77,7 @@ def _settings(external: Mapping[str, Any]) -> tuple[Mapping[str, Any] | None, st
     """The settings of quantization, and where they stand. Of a model of text and images those of the text count too."""
     for place in (external, external.get("text_config")):
         settings = place if isinstance(place, Mapping) else {}
-        for key in KEYS:
+        for key in QUANTIZATION_KEYS:
             if isinstance(settings.get(key), Mapping):
                 return settings[key], key
     beside = external.get(BESIDE)
@@ -90,10 +89,3 @@ def _plain_dtype(external: Mapping[str, Any]) -> torch.dtype:
     places = (external, text if isinstance(text, Mapping) else {})
     named = next((place[key] for place in places for key in ("dtype", "torch_dtype") if place.get(key)), "bfloat16")
     return DTYPES.get(str(named).removeprefix("torch."), torch.bfloat16)
-
-
-def _unquantized(external: Mapping[str, Any]) -> dict[str, Any]:
-    plain = {key: value for key, value in external.items() if key not in KEYS}
-    if isinstance(plain.get("text_config"), Mapping):
-        plain["text_config"] = {key: value for key, value in plain["text_config"].items() if key not in KEYS}
-    return plain

@@ -81,12 +81,22 @@ def _check(path: Path | None, host: PluginHost, *, as_json: bool) -> None:
 def _print_check(check: ModelCheck) -> None:
     if check.taken:
         counted = "" if check.parameters is None else f", {check.parameters:,} parameters"
-        stored = "config.json alone" if check.tensors is None else f"{check.tensors} tensors, all used"
-        typer.echo(f"taken: {check.model_type} is read as model.family={check.family}{counted} ({stored})")
+        typer.echo(f"taken: {check.model_type} is read as model.family={check.family}{counted} ({_stored(check)})")
+        if check.left_out:
+            parts = ", ".join(f"{pattern} ({count} tensors)" for pattern, count in check.left_out.items())
+            typer.echo(f"left out, since model.family={check.family} has no such parts: {parts}")
         return
     typer.echo(f"not taken: {check.path} (model_type {check.model_type})")
     for problem in check.problems:
         typer.echo(f"  {problem.where}: {', '.join(problem.names) or '-'}\n    {problem.why}")
+
+
+def _stored(check: ModelCheck) -> str:
+    if check.tensors is None:
+        settings = f", quantized by {check.quantization}: its settings are checked with the tensors"
+        return f"config.json alone{settings if check.quantization else ''}"
+    used = f"{check.tensors} tensors, all used" if not check.left_out else f"{check.tensors} tensors used"
+    return used if check.quantization is None else f"{used}, quantized by {check.quantization}"
 
 
 def _chosen(name: str | None, host: PluginHost) -> tuple[list[str], list[str]]:

@@ -62,7 +62,7 @@ INDEXER = {
 def name_map(config: MiniMaxM3Config) -> NameMap:
     layers = [rule for number in range(config.num_layers) for rule in layer_rules(config, number)]
     names = decoder_name_map(config, layers)
-    return NameMap(names.rules, 0, names.ignored | TOWER)
+    return NameMap(names.rules, 0, names.ignored | TOWER | PREDICTION)
 
 
 def layer_rules(config: MiniMaxM3Config, number: int) -> list[Rule]:
@@ -103,6 +103,8 @@ TOWER = frozenset(
     }
 )
 """Tensors of the image tower, which this family does not have."""
+PREDICTION = frozenset({"mtp.*", "model.mtp.*"})
+"""Layers of multi-token prediction, which transformers leaves out, too."""
 WITHIN = {"language_model.model.": "model.", "language_model.lm_head.": "lm_head.", "model.language_model.": "model."}
 """Prefixes of the decoder in published files, and in the memory of transformers -> those of the decoder alone."""
 PUBLISHED = {

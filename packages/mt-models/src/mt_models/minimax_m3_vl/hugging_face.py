@@ -212,7 +212,7 @@ def _renamed(rule: Rule) -> Rule:
 
 def name_map(config: MiniMaxM3VLConfig) -> NameMap:
     decoder = minimax_m3.name_map(config.decoder)
-    ignored = {DECODER + name for name in decoder.ignored - minimax_m3.TOWER}
+    ignored = {DECODER + name for name in decoder.ignored - minimax_m3.TOWER} | minimax_m3.PREDICTION
     return NameMap([*tower_rules(config.vision_model), *map(beside_tower, decoder.rules)], 0, ignored=ignored)
 
 
