@@ -36,6 +36,8 @@ class ModelBuildContext:
     """The pipeline stages that this process holds; None: the whole model."""
     given_kernels: Kernels | None = field(default=None, repr=False)
     """Those of the run, that its other parts use too."""
+    all_stages: tuple[Stage, ...] | None = None
+    """The pipeline stages of all processes, so that each finds what is wrong with any; None: the whole model."""
     _context_cores: dict[AttentionRequest, AttentionCore] = field(default_factory=dict, repr=False)
 
     @cached_property

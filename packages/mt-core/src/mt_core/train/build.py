@@ -53,6 +53,7 @@ from mt_core.specs import DATASETS, LR_SCHEDULES, MODEL_TRANSFORMS, MODELS, OPTI
 from mt_core.train.auto_choices import REMAINDERS
 from mt_core.train.checkpoint.state import merged_over_stages
 from mt_core.train.memory import WithoutMemory, allocate_parameters, build_within_memory
+from mt_core.train.pipelining import model_stages
 
 ModelProvider = Callable[[Any, ModelBuildContext], nn.Module]
 """(section [model], environment) -> the model, or the stages of it that the environment names"""
@@ -189,7 +190,8 @@ def build_model(
     provider: builds the model in place of its family."""
     require_batch_invariance(config, ctx.device)
     provider = provider or host[MODELS].get(config.model.family, key="model.family").build.load()
-    environment = ModelBuildContext(config, ctx, host, stages, kernels)
+    every = None if stages is None else tuple(model_stages(config, host))
+    environment = ModelBuildContext(config, ctx, host, stages, kernels, every)
     replaced = replaces_parameters(config, host)
     with WithoutMemory() if replaced else nullcontext():
         model = provider(config.model, environment)

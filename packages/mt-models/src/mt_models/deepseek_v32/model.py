@@ -21,7 +21,7 @@ class DeepseekV32Model(PredictingDecoder):
     config: DeepseekV32Config
 
     def __init__(self, config: DeepseekV32Config, context: ModelBuildContext) -> None:
-        check_stages(config, context.stages or ())
+        check_stages(config, context.all_stages or ())
         # As in DeepSeek-V3 the feed-forward of layer num_layers + d is looked up by number.
         counted, choices = config.with_predicted_layers(), Choices()
         super().__init__(

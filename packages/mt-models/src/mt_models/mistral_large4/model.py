@@ -25,8 +25,8 @@ class MistralLarge4Model(SoftcappedDecoder):
     rotary: LearnedRotary
 
     def __init__(self, config: MistralLarge4Config, context: ModelBuildContext) -> None:
-        check_stages(config, context.stages or ())
-        check_sources(config, context.stages or ())
+        check_stages(config, context.all_stages or ())
+        check_sources(config, context.all_stages or ())
         choices = Choices()
         super().__init__(
             config,
