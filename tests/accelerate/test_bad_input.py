@@ -11,7 +11,7 @@ from tests.accelerate.programs import build, samples
 from torch.utils.data import DataLoader
 
 from mt_accelerate import Accelerator, MegatronLMPlugin
-from mt_accelerate.launch import launch_command, launch_variables
+from mt_accelerate.launch import checked_values, launch_command, launch_variables
 from mt_accelerate.utils import (
     GradientAccumulationPlugin,
     MegatronLMDummyDataLoader,
@@ -85,6 +85,19 @@ def frozen() -> Any:
     return prepare(model)
 
 
+def stepped(schedule: Callable[[Any], Any], *, of_groups: bool = False) -> None:
+    """Two steps by a scheduler of torch."""
+    model = build("gpt2")
+    first, *rest = model.parameters()
+    groups = [{"params": [first]}, {"params": rest}] if of_groups else [{"params": [first, *rest]}]
+    optimizer = torch.optim.AdamW(groups, lr=1e-3, weight_decay=0.0)
+    scheduler = schedule(optimizer)
+    model, _, loader, scheduler = with_plugin().prepare(model, optimizer, rows(), scheduler)
+    for batch in loader:
+        model(**batch)
+        scheduler.step()
+
+
 def decay_of_a_part(parameters: Any) -> Any:
     """Of the three matrices that are one parameter of mt."""
     every = list(parameters)
@@ -124,6 +137,33 @@ CASES: dict[str, tuple[Callable[[], Any], type[MtError], str]] = {
     "no name map": (lambda: prepare(unknown_model()), ConfigError, "distilbert"),
     "no transformers model": (lambda: prepare(torch.nn.Linear(2, 2)), ConfigError, "a Linear, which has no config"),
     "optimizer": (lambda: prepare(None, torch.optim.Adagrad), ConfigError, "Adam, AdamW or SGD"),
+    "relative of Adam": (lambda: prepare(None, torch.optim.NAdam), ConfigError, "NAdam cannot be followed"),
+    "relative of SGD": (lambda: prepare(None, torch.optim.ASGD), ConfigError, "ASGD cannot be followed"),
+    "momentum by a scheduler": (
+        lambda: stepped(lambda optimizer: torch.optim.lr_scheduler.OneCycleLR(optimizer, 1e-3, total_steps=9)),
+        ConfigError,
+        "changed adam_beta1 from 0.95",
+    ),
+    "rates of groups by a scheduler": (
+        lambda: stepped(
+            lambda optimizer: torch.optim.lr_scheduler.LambdaLR(optimizer, [lambda _: 1.0, lambda step: 0.5**step]),
+            of_groups=True,
+        ),
+        ConfigError,
+        "they can have one lr",
+    ),
+    "batches by the loader's rule": (
+        lambda: Accelerator(megatron_lm_plugin=MegatronLMPlugin(), split_batches=True, cpu=True),
+        ConfigError,
+        "does not follow split_batches=True",
+    ),
+    "key of a file": (lambda: checked_values({"num_proceses": 8}), ConfigError, 'did you mean "num_processes"'),
+    "engine of a file": (lambda: checked_values({"distributed_type": "FSDP"}), ConfigError, "distributed_type=FSDP"),
+    "settings of a file": (
+        lambda: checked_values({"deepspeed_config": {"gradient_accumulation_steps": 4}}),
+        ConfigError,
+        "deepspeed_config={'gradient_accumulation_steps': 4} is not done",
+    ),
     "coupled decay": (
         lambda: prepare(None, lambda p: torch.optim.Adam(p, weight_decay=0.1)),
         ConfigError,

@@ -73,6 +73,8 @@ FAILURES = {
     "import os; os._exit(0)": "ended with status 0, before its end",
     "import os; os._exit(97)": "ended with status 97, before its end",
     "raise SystemExit(97)": "ended with status 97, before its end",
+    # The child reaches the end.
+    "import os\nassert not os.fork() or os.wait() is None": "AssertionError",
     "def f(:": "SyntaxError",
     "a = '\ud800'": "the program is no text",
     "a = '\0'": "null bytes",

@@ -21,6 +21,7 @@ from mt_accelerate.handlers import (
     Handlers,
     ProfileKwargs,
     ProjectConfiguration,
+    require_plugin_options,
 )
 from mt_accelerate.megatron_lm.run import MegatronRun
 from mt_accelerate.megatron_lm_plugin import MegatronLMPlugin
@@ -120,6 +121,7 @@ class Accelerator(Processes):
 
     def _build_run(self) -> MegatronRun | OwnModules:
         if self.state.megatron_lm_plugin is not None:
+            require_plugin_options(self._config, self._handlers, step=self.step_scheduler_with_optimizer)
             return MegatronRun(self.state, self.gradient_state, self._host)
         return OwnModules(
             self.state,

@@ -193,6 +193,27 @@ class Handlers:
         return cls(**found)
 
 
+def require_plugin_options(config: DataLoaderConfiguration, handlers: Handlers, *, step: bool) -> None:
+    """Raises ConfigError for what the Megatron-LM plugin has no place for: its engine reads, scales and reduces by
+    itself. step: `step_scheduler_with_optimizer`."""
+    asked = {
+        "split_batches=True": config.split_batches,
+        "even_batches=False": not config.even_batches,
+        "use_seedable_sampler=True": config.use_seedable_sampler,
+        "step_scheduler_with_optimizer=False": not step,
+        "AutocastKwargs": handlers.autocast.to_kwargs(),
+        "DistributedDataParallelKwargs": handlers.ddp.to_kwargs(),
+        "GradScalerKwargs": handlers.scaler.to_kwargs(),
+    }
+    names = [name for name, is_asked in asked.items() if is_asked]
+    if names:
+        raise ConfigError(
+            f"Accelerator with the Megatron-LM plugin does not follow {', '.join(names)}: its engine divides batches "
+            "over the data-parallel ranks, steps the schedule with the optimizer, and has its own loss scale and "
+            "buckets (docs/guides/from-accelerate.md); leave it out"
+        )
+
+
 # -- folders of a run: `ProjectConfiguration` --------------------------------------------------------
 
 

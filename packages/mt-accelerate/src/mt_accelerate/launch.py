@@ -15,7 +15,7 @@ import typer
 from mt_accelerate.megatron_lm_plugin import MegatronLMPlugin
 from mt_core.config.files import read_values
 from mt_core.errors import ConfigError, did_you_mean
-from mt_import.readers.accelerate import PREFIX, VARIABLE_PREFIX, import_accelerate
+from mt_import.readers.accelerate import PREFIX, TOP, VARIABLE_PREFIX, import_accelerate
 
 # -- options of `accelerate launch`: those before the program are the launcher's ---------------------
 
@@ -128,6 +128,23 @@ def merged(values: Mapping[str, Any], options: Mapping[str, Any]) -> dict[str, A
     return {**keys, "megatron_lm_config": plugin} if plugin else keys
 
 
+PLAIN_TYPES = ("NO", "MULTI_CPU", "MULTI_GPU")
+NOT_DONE: Mapping[str, str] = {
+    "deepspeed_config": FORCED["use_deepspeed"],
+    "fsdp_config": FORCED["use_fsdp"],
+    "parallelism_config": FORCED["use_parallelism_config"],
+    "fp8_config": "mixed_precision: fp8 is precision.fp8_format of mt",
+    "dynamo_config": FORCED["dynamo_backend"],
+    "dynamo_backend": FORCED["dynamo_backend"],
+    "gpu_ids": FORCED["gpu_ids"],
+    "mpirun_config": "torchrun starts the processes",
+    "downcast_bf16": FORCED["tpu"],
+    "commands": FORCED["tpu"],
+    "command_file": FORCED["tpu"],
+}
+"""Keys of Accelerate's file -> what does the same."""
+UNSET = (None, False, "", "no", "NO", "false", "all", {}, [])
+"""Values with which such a key asks for nothing."""
 DEFAULT_PORT = 29500
 LAUNCHERS = ("module", "num_cpu_threads_per_process", "max_restarts", "log_dir", "gradient_accumulation_steps")
 """Values that the launcher alone uses, which Accelerate's file does not have."""
@@ -141,7 +158,7 @@ def launch(
 ) -> None:
     """Run a script for Accelerate on several processes; torchrun starts them."""
     options = read_options(words)
-    values = _checked(merged(_read(options.config_file), options.values))
+    values = checked_values(merged(_read(options.config_file), options.values))
     command = launch_command(values, None, options.program)
     raise typer.Exit(subprocess.call(command, env={**os.environ, **launch_variables(values)}))
 
@@ -191,12 +208,35 @@ def uses_megatron(values: Mapping[str, Any]) -> bool:
     return values.get("distributed_type") == "MEGATRON_LM" or bool(values.get("megatron_lm_config"))
 
 
-def _checked(values: dict[str, Any]) -> dict[str, Any]:
+def checked_values(values: dict[str, Any]) -> dict[str, Any]:
     """Raises ConfigError for keys and fields that Accelerate does not have."""
+    keys = {key: value for key, value in values.items() if key not in LAUNCHERS}
     if uses_megatron(values):
         # For its checks alone: the program reads the values from the environment.
-        import_accelerate({key: value for key, value in values.items() if key not in LAUNCHERS}, "mt launch")
+        import_accelerate(keys, "mt launch")
+    else:
+        _require_plain(keys)
     return values
+
+
+def _require_plain(keys: Mapping[str, Any]) -> None:
+    """Raises ConfigError for what `mt launch` would leave out of a file without Megatron-LM."""
+    for key, value in keys.items():
+        if key not in TOP:
+            raise ConfigError(f"mt launch: Accelerate has no key {key}{did_you_mean(key, TOP)}")
+        if key in NOT_DONE and value not in UNSET and not _is_off(value):
+            raise ConfigError(f"mt launch: {key}={value!r} is not done: {NOT_DONE[key]}")
+    kind = str(keys.get("distributed_type", "NO"))
+    if kind not in PLAIN_TYPES:
+        raise ConfigError(
+            f"mt launch: distributed_type={kind} is not done; it can be {', '.join(PLAIN_TYPES)}, MEGATRON_LM "
+            "(docs/guides/parallelism.md has what corresponds to FSDP and DeepSpeed)"
+        )
+
+
+def _is_off(value: Any) -> bool:
+    """Settings of torch.compile that turn it off."""
+    return isinstance(value, Mapping) and str(value.get("dynamo_backend", "")).lower() == "no"
 
 
 def _read(path: str | None) -> Mapping[str, Any]:

@@ -267,6 +267,10 @@ class DistributedType(StrEnum):
 PRECISIONS = ("no", "fp16", "bf16", "fp8")
 USE_MEGATRON = "ACCELERATE_USE_MEGATRON_LM"
 USE_CPU = "ACCELERATE_USE_CPU"
+OTHER_ENGINES = {
+    "ACCELERATE_USE_FSDP": "--use_megatron_lm --megatron_lm_use_custom_fsdp true is FSDP2",
+    "ACCELERATE_USE_DEEPSPEED": "--use_megatron_lm shares the work",
+}
 
 
 class AcceleratorState(Processes):
@@ -335,6 +339,11 @@ class PartialState(Processes):
 
 def with_megatron() -> bool:
     """Whether the launcher has requested Megatron-LM."""
+    for variable, instead in OTHER_ENGINES.items():
+        if _is_set(variable):
+            raise ConfigError(
+                f"{variable} is set by the launcher, and mt-accelerate does not have that engine: {instead}"
+            )
     return _is_set(USE_MEGATRON)
 
 

@@ -14,6 +14,7 @@ from torch import Tensor, nn
 
 from mt_accelerate.megatron_lm.accumulation import AccumulatedStep, ProgramStep
 from mt_accelerate.megatron_lm.batches import ToFields, fields_for
+from mt_accelerate.megatron_lm.optimizers import optimizer_keys, scheduled_rate
 from mt_accelerate.megatron_lm.random_states import EngineRandom, with_engine_random
 from mt_accelerate.megatron_lm.step_loss import StepLoss, step_batch
 from mt_accelerate.megatron_lm.train_steps import batch_function, build_handler
@@ -121,6 +122,8 @@ class MegatronEngine:
         """The state of the Accelerator that prepared the model."""
         self.program_optimizer: Any = None
         """The optimizer of the program, where a scheduler of torch sets its rate."""
+        self._prepared_keys: dict[str, Any] = {}
+        """What `optimizer_keys` said of it then."""
         self._accumulated: AccumulatedStep | None = None
         self._program_step: ProgramStep | None = None
         self._clipped = self._in_no_sync = False
@@ -224,6 +227,10 @@ class MegatronEngine:
             self._program_step = ProgramStep(self.engine, 1 if self.gradients is None else self.gradients.num_steps)
         return self._program_step
 
+    def follow(self, optimizer: Any) -> None:
+        """Take the rate of each step from the program's optimizer, where a scheduler of torch sets it."""
+        self.program_optimizer, self._prepared_keys = optimizer, optimizer_keys(optimizer)
+
     def _require_no_count(self, count: Any, where: str) -> None:
         if count is not None:
             raise ConfigError(f"num_items_in_batch and no_sync cannot be given with {where}: leave them out")
@@ -265,7 +272,7 @@ class MegatronEngine:
 
     def _learning_rate(self) -> float | None:
         """What a scheduler of torch has set; None: the engine's schedule."""
-        return None if self.program_optimizer is None else float(self.program_optimizer.param_groups[0]["lr"])
+        return None if self.program_optimizer is None else scheduled_rate(self.program_optimizer, self._prepared_keys)
 
     def _accumulate(self, batch: RankBatch) -> tuple[dict[str, Tensor], int, float, int | None]:
         """A batch of several of one step; updates the weights with the last one."""

@@ -22,6 +22,10 @@ from mt_core.train import Engine
 FLAGS = ("amsgrad", "maximize", "nesterov", "differentiable")
 """Options of torch's optimizers that change the update and that mt's do not have."""
 
+# By their names: others with "Adam" or "SGD" in theirs (NAdam, RAdam, Adamax, ASGD) compute other updates.
+ADAMS = ("Adam", "AdamW", "FusedAdam")
+SGDS = ("SGD", "FusedSGD")
+
 
 class OptimizerLike(Protocol):
     """A `torch.optim.Optimizer`."""
@@ -38,7 +42,7 @@ def optimizer_keys(optimizer: OptimizerLike) -> dict[str, Any]:
         raise ConfigError(f"{kind}({set_flags[0]}=True) cannot be followed; leave {set_flags[0]} out")
     decay = _weight_decay(kind, groups)
     keys = {"lr": float(_common(kind, groups, "lr")), "weight_decay": decay}
-    if "adam" in kind.lower():
+    if kind in ADAMS:
         # Newer versions of torch have the key in the groups of Adam and AdamW; in older ones the class alone says it.
         if decay and not groups[0].get("decoupled_weight_decay", "adamw" in kind.lower()):
             raise ConfigError(
@@ -48,11 +52,26 @@ def optimizer_keys(optimizer: OptimizerLike) -> dict[str, Any]:
         beta1, beta2 = _common(kind, groups, "betas")
         eps = _common(kind, groups, "eps")
         return {**keys, "optimizer": "adam", "adam_beta1": beta1, "adam_beta2": beta2, "adam_eps": eps}
-    if "sgd" in kind.lower():
+    if kind in SGDS:
         if decay or _common(kind, groups, "dampening"):
             raise ConfigError(f"{kind} with weight_decay or dampening cannot be followed; set both to 0")
         return {**keys, "optimizer": "sgd", "sgd_momentum": float(_common(kind, groups, "momentum"))}
     raise ConfigError(f"{kind} cannot be followed; the optimizer can be torch's Adam, AdamW or SGD")
+
+
+def scheduled_rate(optimizer: OptimizerLike, prepared: Mapping[str, Any]) -> float:
+    """The rate that a scheduler has set. prepared: `optimizer_keys` of it before the first step.
+
+    Raises ConfigError for a scheduler that gives groups rates of their own, or changes more than the rate.
+    """
+    keys = optimizer_keys(optimizer)
+    changed = [key for key, value in keys.items() if key != "lr" and value != prepared[key]]
+    if changed:
+        raise ConfigError(
+            f"the scheduler has changed {changed[0]} from {prepared[changed[0]]} to {keys[changed[0]]}, which cannot "
+            "be followed; OneCycleLR and CyclicLR leave momentum and betas with cycle_momentum=False"
+        )
+    return float(keys["lr"])
 
 
 def _common(kind: str, groups: Sequence[Mapping[str, Any]], name: str) -> Any:

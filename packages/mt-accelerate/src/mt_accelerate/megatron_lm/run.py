@@ -68,7 +68,7 @@ class MegatronRun:
         optimizer = MegatronLMOptimizerWrapper(engine.engine, self._end_step, self._drop_step)
         engine.optimizer_wrapper = prepared[id(given.optimizer)] = optimizer
         if is_ordinary(given.scheduler):
-            engine.program_optimizer = given.optimizer
+            engine.follow(given.optimizer)
             self._scheduler = OrdinaryScheduler(given.scheduler, self.gradients, data_parallel_ranks().size)
             prepared[id(given.scheduler)] = self._scheduler
         elif given.scheduler is not None:

@@ -102,9 +102,10 @@ class ProgramRunner:
                 lines = errors.read().decode(errors="replace").strip().splitlines()
         if status is None:
             return f"did not end within {self.limits.seconds} s"
-        if reached_end:
+        # The status too: a process that the program has forked may reach the end that the program does not.
+        if reached_end and status == 0:
             return None
-        reason = lines[-1] if lines else f"ended with status {status}, before its end"
+        reason = lines[-1] if lines else f"ended with status {status}{'' if reached_end else ', before its end'}"
         # The kernel may refuse a process before the watching one has counted one too many.
         if reason.startswith(REFUSED_PROCESS):
             reason += f" (more than {self.limits.processes} processes are refused)"
