@@ -46,6 +46,7 @@ def gradients(rank: int, world_size: int) -> dict[str, list[float]]:
     return found
 
 
+@pytest.mark.long
 @pytest.mark.dist
 @pytest.mark.slow
 def test_every_hook_has_the_mean_of_the_ranks() -> None:

@@ -184,6 +184,7 @@ def test_tensor_and_pipeline_parallelism_together_have_the_losses_of_one_process
                 assert found[name] == pytest.approx(losses, rel=1e-4), name
 
 
+@pytest.mark.long
 @pytest.mark.dist
 @pytest.mark.slow
 @pytest.mark.parametrize("layout", LAYOUTS)

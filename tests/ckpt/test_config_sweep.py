@@ -135,6 +135,7 @@ def spread(changes: list[tuple[FieldPath, object]], number: int) -> list[tuple[F
     return changes[:: max(1, -(-len(changes) // number))]
 
 
+@pytest.mark.long
 @pytest.mark.slow
 @pytest.mark.parametrize("name", TELLING)
 def test_telling_fields_changed_by_themselves(host, tmp_path: Path, name: str) -> None:

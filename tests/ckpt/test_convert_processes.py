@@ -28,6 +28,7 @@ def contents(folder: Path) -> dict[str, bytes]:
     return {str(file.relative_to(folder)): file.read_bytes() for file in folder.rglob("*") if file.is_file()}
 
 
+@pytest.mark.long
 @pytest.mark.slow
 def test_two_processes_write_what_one_writes(make_model, host, tmp_path: Path, monkeypatch) -> None:
     """An MoE model, whose experts become many tensors of one: none is read twice. The first process writes until the
@@ -87,6 +88,7 @@ def test_files_for_megatron_are_divided_over_processes(make_model, host, tmp_pat
     assert reported[-1] == (report.num_bytes, report.num_bytes)
 
 
+@pytest.mark.long
 @pytest.mark.slow
 def test_killed_and_gone_on_with(make_model, host, kit, tmp_path: Path) -> None:
     """The files that were finished are kept, and nobody goes on writing after the first process has ended."""

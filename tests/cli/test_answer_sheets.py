@@ -67,6 +67,7 @@ def sheets() -> Iterator[object]:
             yield pytest.param(preset, data, id=f"{family}-{data}", marks=() if default else EXHAUSTIVE)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(("preset", "data"), list(sheets()))
 def test_what_the_questions_accept_trains(tmp_path: Path, preset: str, data: str) -> None:
     (tmp_path / "prose.txt").write_text(PROSE)

@@ -48,6 +48,7 @@ def test_a_preset_without_vocabulary_takes_the_tokenizers(mt) -> None:
     assert tiny["size"]["vocab_size"] == tokenizer.vocab_size
 
 
+@pytest.mark.long
 @pytest.mark.slow
 def test_the_table(mt) -> None:
     lines = mt("models").lines

@@ -138,6 +138,7 @@ def whole_model(layout: tuple[str, ...]) -> RunRecord:
     return one_process(of_one_process((*SMALL, *layout)))
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("name", MUTATIONS)
 def test_a_broken_runtime_is_found(name) -> None:
     """By the comparison of the layout tests, and by that of `mt verify`."""

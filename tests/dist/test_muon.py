@@ -125,6 +125,7 @@ def one_process(options: tuple[str, ...]) -> RunRecord:
     return RUNS.result(1, (run, options))
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(("world", "options", "layout"), CASES, ids=joined)
 def test_every_layout_takes_the_same_steps(world, options, layout) -> None:
     found = RUNS.result(world, (run, (*options, *layout)))

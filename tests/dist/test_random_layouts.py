@@ -232,6 +232,7 @@ DIVIDED = InTurn(run_divided, *([(one.world, one) for one in drawn] for drawn in
 ALONE = InTurn(run_alone, *([(1, one) for one in drawn] for drawn in DRAWN))
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     "number",
     [*DEFAULT_DRAWS, *(pytest.param(number, marks=EXHAUSTIVE) for number in MORE_DRAWS)],

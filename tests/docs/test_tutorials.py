@@ -68,6 +68,7 @@ def commands_of(page: str) -> list[Command]:
     return [one for one in every if not any(re.search(pattern, one.text) for pattern in NOT_RUN)]
 
 
+@pytest.mark.long
 @pytest.mark.slow
 @pytest.mark.parametrize("name", ["hugging-face", "megatron-run", "many-ranks", "accelerate-script"])
 def test_a_tutorial_does_what_it_says(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

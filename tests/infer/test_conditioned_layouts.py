@@ -116,6 +116,7 @@ LAYOUTS = [
 RUNS = InTurn(on_rank, LAYOUTS, [(2, one) for one in sorted(UNDIVIDED)])
 
 
+@pytest.mark.long
 @pytest.mark.dist
 @pytest.mark.slow
 @pytest.mark.parametrize(

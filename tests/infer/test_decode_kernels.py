@@ -149,6 +149,7 @@ def part_of(shape: tuple[int, int, int, int], *, window: bool, softcap: bool) ->
     return constants, tile.warps
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("shape", [*SHAPES, *LATENTS])
 def test_paged_attention_compiles_for_hopper_without_spills(shape, tmp_path, monkeypatch) -> None:
     pytest.importorskip("triton")

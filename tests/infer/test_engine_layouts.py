@@ -64,6 +64,7 @@ ON_FOUR = ("gpt2-tp-pp", "deepseek-tp-ep")
 RUNS = InTurn(on_rank, [(4 if layout in ON_FOUR else 2, layout) for layout in LAYOUTS])
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_tokens_are_those_of_one_process(layout: str) -> None:
     reference = generated(engine_of(configuration(LAYOUTS[layout][0]), longest=LONGEST))

@@ -98,6 +98,7 @@ CACHED_AS_OTHERS = {
 """Families with the cache and the positions of others; the tokens of all are compared with transformers' below."""
 
 
+@pytest.mark.long
 @pytest.mark.slow
 @pytest.mark.parametrize(
     "name", [pytest.param(name, marks=EXHAUSTIVE if name in CACHED_AS_OTHERS else ()) for name in DECODERS]

@@ -67,6 +67,7 @@ WORLDS = dict(zip(LAYOUTS, (1, 2, 2, 2, 4), strict=True))
 RUNS = InTurn(before_and_after_training, [(WORLDS[layout], layout) for layout in LAYOUTS])
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("layout", [layout for layout in LAYOUTS if WORLDS[layout] > 1])
 def test_what_an_engine_generates_follows_the_training(layout: str) -> None:
     reference = RUNS.result(1, "one process")

@@ -289,6 +289,7 @@ LAYOUTS: dict[str, tuple[dict[str, Any], str, dict[str, Any]]] = {
 RUNS = InTurn(on_rank, [(2, layout) for layout in LAYOUTS])
 
 
+@pytest.mark.long
 @pytest.mark.dist
 @pytest.mark.slow
 @pytest.mark.parametrize("layout", LAYOUTS)

@@ -140,6 +140,7 @@ IN_ANOTHER = "TP 2"
 VERIFIED = InTurn(verified, [(world, layout) for layout, (_, world, _) in LAYOUTS.items() if layout != IN_ANOTHER])
 
 
+@pytest.mark.long
 @pytest.mark.dist
 @pytest.mark.parametrize(
     "layout", [pytest.param(layout, marks=EXHAUSTIVE if layout == IN_ANOTHER else ()) for layout in LAYOUTS]

@@ -53,6 +53,7 @@ def workplace(tmp_path_factory) -> Path:
     return folder
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     ("recipe", "first", "fall", "steps", "options"),
     [

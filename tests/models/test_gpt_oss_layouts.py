@@ -53,6 +53,7 @@ IN_OTHERS: list[tuple[int, tuple[str, ...]]] = [(2, (TP2,)), (2, (EP2, BATCH4))]
 RUNS = InTurn(run, LAYOUTS, [(1, of_one_process(layout)) for _, layout in LAYOUTS])
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(("world", "layout"), [*LAYOUTS, *(pytest.param(*one, marks=EXHAUSTIVE) for one in IN_OTHERS)])
 def test_a_layout_computes_what_one_process_does(world, layout) -> None:
     differences = compare(RUNS.result(world, layout), RUNS.result(1, of_one_process(layout)))

@@ -33,6 +33,7 @@ SIZES = {
 }
 
 
+@pytest.mark.long
 @pytest.mark.slow
 @pytest.mark.parametrize("preset", SIZES)
 def test_a_preset_has_the_size_of_the_class(host, preset: str) -> None:

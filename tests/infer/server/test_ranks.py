@@ -80,6 +80,7 @@ def count_steps(generator: TextGenerator) -> list[None]:
     return steps
 
 
+@pytest.mark.long
 def test_two_replicas_share_requests_and_idle_in_step() -> None:
     from tests.infer.server.served import generator
 

@@ -116,6 +116,7 @@ LAYOUTS = {
 }
 
 
+@pytest.mark.long
 @pytest.mark.slow
 @pytest.mark.parametrize("name", LAYOUTS)
 def test_layouts_choose_what_one_process_chooses(name: str, tmp_path: Path) -> None:

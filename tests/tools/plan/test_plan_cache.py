@@ -93,6 +93,7 @@ def test_results_with_values_are_computed() -> None:
 LAYERS = {**MOE, "moe": {**MOE["moe"], "num_experts": 4, "moe_layer_freq": "([0]*2+[1]*2)"}}
 
 
+@pytest.mark.long
 @pytest.mark.slow
 def test_layouts_planned_one_after_another_are_as_if_planned_alone() -> None:
     layouts = [{}, {EP: 2}, {EP: 4}, {TP: 2}, {TP: 2, EP: 2, ETP: 1}, {EP: 2, "context_parallel_size": 2}]

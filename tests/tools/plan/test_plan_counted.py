@@ -124,6 +124,7 @@ RUNS = InTurn(
 )
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     "layout", [pytest.param(name, marks=EXHAUSTIVE if name in IN_OTHERS else ()) for name in LAYOUTS]
 )

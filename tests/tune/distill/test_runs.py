@@ -184,6 +184,7 @@ IN_OTHERS = ("dp", "tp", "cp")
 """Axes that are there with hidden layers, in chunks, or with a teacher in another layout."""
 
 
+@pytest.mark.long
 @pytest.mark.dist
 @pytest.mark.slow
 @pytest.mark.parametrize(

@@ -170,6 +170,7 @@ def test_names_are_checked(environments: list[str], tools: tuple[str, ...], opti
         setup_of(environments, tools, **options)
 
 
+@pytest.mark.long
 @pytest.mark.slow
 def test_a_run_trains_on_the_turns_of_the_model_alone(tmp_path: Path) -> None:
     """3 s. A new model ends a turn by chance; the user's answer stands in the completion and is not trained on."""

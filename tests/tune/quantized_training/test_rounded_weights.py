@@ -139,6 +139,7 @@ LAYOUTS = {
 }
 
 
+@pytest.mark.long
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("layout", "scheme"),

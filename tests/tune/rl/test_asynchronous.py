@@ -68,6 +68,7 @@ def test_asynchronous_generation_without_staleness_is_the_synchronous_one(tmp_pa
     assert all(one["weights"] == {} for one in rollouts(tmp_path, "plain"))
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(("keys", "most"), [(PARTIAL, 2), (AHEAD, 2), (BOTH, 4)], ids=["partial", "ahead", "both"])
 def test_stale_completions_are_within_the_bound_and_resumed(tmp_path: Path, keys: tuple[str, ...], most: int) -> None:
     """A stopped run continues with the groups in progress, those drawn ahead, and the next prompts. 4 s each"""

@@ -148,6 +148,7 @@ def losses(rank: int, world: int, layout: str) -> Any:
 RUNS = InTurn(losses, [(1, "one process")], [(2, layout) for layout in LAYOUTS if layout != "one process"])
 
 
+@pytest.mark.long
 @pytest.mark.dist
 @pytest.mark.slow
 @pytest.mark.parametrize("layout", [layout for layout in LAYOUTS if layout != "one process"])

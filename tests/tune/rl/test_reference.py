@@ -76,6 +76,7 @@ CASES = [(TP2,), ("rl.kl_in=reward",), ("rl.steps_per_generation=2", "rl.kl_esti
 RUNS = InTurn(held, [(1, keys) for keys in ((), *CASES[1:])], [(2, keys) for keys in CASES])
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("keys", CASES, ids=" ".join)
 def test_two_processes_have_the_divergences_of_one(keys: tuple[str, ...]) -> None:
     """8 s for all, which share processes: tensor parallelism, and data parallelism with other forms."""

@@ -48,6 +48,7 @@ def test_metrics_and_the_table_of_completions(tmp_path: Path) -> None:
     assert trainer.last_evaluation["valid_reward"] == pytest.approx(-trainer.last_evaluation["valid_loss"])
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("keys", [(), ("rl.advantage=rloo",), ("rl.advantage=reinforce_plus_plus", "rl.loss=cispo")])
 def test_a_preference_for_some_tokens_is_learnt_by_rewards(tmp_path: Path, keys: tuple[str, ...]) -> None:
     """2 s each: a new model draws such tokens by chance, and then nearly nothing else."""

@@ -220,6 +220,7 @@ def test_what_is_not_finite_is_not_hidden(recipe, bad) -> None:
         assert bool(module.fp8.noted.isfinite().all())
 
 
+@pytest.mark.long
 @pytest.mark.slow
 @pytest.mark.parametrize("recipe", RECIPES)
 def test_compilation_has_one_graph_for_each_pass(recipe) -> None:

@@ -114,6 +114,7 @@ def losses_of_bf16(bench, settings_of_100_steps, tmp_path_factory) -> tuple[floa
         return bench.losses_of(settings_of_100_steps, load_plugins())
 
 
+@pytest.mark.long
 @pytest.mark.slow
 @pytest.mark.parametrize(
     "name", ["tensorwise", *(pytest.param(name, marks=pytest.mark.exhaustive) for name in RECIPES[1:])]

@@ -81,6 +81,7 @@ SETTINGS = {
 }
 
 
+@pytest.mark.long
 @pytest.mark.slow
 @pytest.mark.parametrize("name", SETTINGS)
 def test_a_run_with_graphs_is_the_run_without(name, tiny, monkeypatch) -> None:
