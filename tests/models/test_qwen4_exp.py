@@ -13,7 +13,8 @@ from torch import nn
 from torch.utils.flop_counter import FlopCounterMode
 
 from mt_core.errors import ConfigError
-from mt_models.blocks.ngram_ids import NGramTable, ngram_rows, primes
+from mt_models.blocks.ngram_ids import NGramTable, primes
+from mt_models.blocks.ngram_layer import ngram_rows
 from mt_models.qwen4_exp.flops import flops_per_token
 
 transformers = pytest.importorskip("transformers")

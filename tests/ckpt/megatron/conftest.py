@@ -114,7 +114,12 @@ MODELS: dict[str, dict[str, Any]] = {
     "moe": {
         **LLAMA,
         "family": "mixtral",
-        "moe": {"num_experts": 4, "moe_ffn_hidden_size": 24, "moe_router_enable_expert_bias": True},
+        "moe": {
+            "num_experts": 4,
+            "moe_ffn_hidden_size": 24,
+            "moe_router_enable_expert_bias": True,
+            "moe_router_score_function": "sigmoid",
+        },
     },
     "moe_windowed": {**LLAMA, "family": "mixtral", "sliding_window": 9, "moe": {"num_experts": 4}},
     "moe_shared": {

@@ -35,7 +35,7 @@ def some_image(height: int, width: int, seed: int = 0) -> np.ndarray:
     return np.random.RandomState(seed).randint(0, 256, (height, width, 3)).astype(np.uint8)
 
 
-OPTIONAL = ("segment_ids", "image_grids")
+OPTIONAL = ("segment_ids", "image_grids", "audio", "audio_lengths")
 """Fields that some keys add."""
 
 

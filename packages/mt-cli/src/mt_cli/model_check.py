@@ -128,10 +128,12 @@ def _check_tensors(path: Path, host: PluginHost) -> tuple[int | None, Mapping[st
     except MtError as error:
         where: Literal["config.json", "tensors"] = "config.json" if isinstance(error, ConfigError) else "tensors"
         return None, {}, [Problem(where, tensor_names(str(error)), str(error))]
-    wrong = [
+    missing = [name for name in expected if MODEL + name not in shapes]
+    wrong = [Problem("tensors", [name], f"{name} of the model is in no tensor of the folder") for name in missing]
+    wrong += [
         Problem("tensors", [name], f"{name} has the shape {list(shape)}, the configuration makes it {list(own)}")
         for name, own in expected.items()
-        if (shape := tuple(shapes[MODEL + name])) != own
+        if name not in missing and (shape := tuple(shapes[MODEL + name])) != own
     ]
     return len(shapes), getattr(reader, "left_out", {}), wrong
 

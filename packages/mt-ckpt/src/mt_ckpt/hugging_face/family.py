@@ -166,9 +166,17 @@ def _fitting(
     if isinstance(reasons.get(named or ""), ConfigError):
         raise reasons[named or ""]
     if fitting:
-        return next((found for found in fitting if _architectures(*found) == meant), fitting[0])
+        chosen = next((found for found in fitting if _architectures(*found) == meant), fitting[0])
+        if named in reasons and _leaves_out(*chosen, names):
+            raise reasons[named or ""]  # else a damaged tower would be left out without a word
+        return chosen
     # The reason that is shown is that of the family which config.json means.
     raise reasons[named or able[0].family]
+
+
+def _leaves_out(family: Family, config: Config, names: Iterable[str]) -> bool:
+    """Whether there are tensors of other parts than the family has."""
+    return bool(family.name_map(config.model).left_out(family.spelling(config.model, name) for name in names))
 
 
 def _architectures(family: Family, config: Config) -> Any:

@@ -13,9 +13,6 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 
-import torch
-from torch import Tensor
-
 MASK = (1 << 64) - 1
 GOLDEN = 0x9E3779B97F4A7C15
 SEED_STRIDE = 10007
@@ -75,32 +72,3 @@ def splitmix64(value: int) -> int:
     value = ((value ^ (value >> 30)) * 0xBF58476D1CE4E5B9) & MASK
     value = ((value ^ (value >> 27)) * 0x94D049BB133111EB) & MASK
     return value ^ (value >> 31)
-
-
-def ngram_rows(history: Tensor, table: NGramTable, end_of_text: int, segments: Tensor | None = None) -> Tensor:
-    """history [B, longest - 1 + S] int64: the ids of S positions with those before them -> [B, S, heads] rows.
-
-    segments [B, S]: documents of a packed sequence, which see nothing of one another.
-    """
-    longest = len(table.multipliers)
-    length, heads = history.shape[1] - (longest - 1), len(table.sizes) // (longest - 1)
-    sizes, offsets = (torch.tensor(values, device=history.device) for values in (table.sizes, table.offsets))
-    token = history[:, longest - 1 :]
-    mixed, found = token * table.multipliers[0], list[Tensor]()
-    for back in range(1, longest):
-        before = history[:, longest - 1 - back :][:, :length]
-        ended = token == end_of_text if back > 1 else torch.zeros_like(token, dtype=torch.bool)
-        if segments is not None:
-            ended = ended | _in_other_segment(segments, back)
-        token = before.masked_fill(ended, end_of_text)
-        mixed = mixed ^ (token * table.multipliers[back])
-        own = slice((back - 1) * heads, back * heads)
-        found.append(mixed[..., None] % sizes[own] + offsets[own])
-    return torch.cat(found, -1)
-
-
-def _in_other_segment(segments: Tensor, back: int) -> Tensor:
-    """[B, S] -> [B, S] bool: whether the position `back` before each is of another document."""
-    other = torch.zeros_like(segments, dtype=torch.bool)
-    other[:, back:] = segments[:, back:] != segments[:, :-back]
-    return other

@@ -26,7 +26,7 @@ from mt_core.parallel.context import ParallelContext
 from mt_models.blocks.gated_streams import GatedStreamsConfigLike, StreamNorm
 from mt_models.blocks.linear import ReplicatedLinear
 from mt_models.blocks.mamba_scan import with_past
-from mt_models.blocks.ngram_ids import NGramTable, ngram_rows
+from mt_models.blocks.ngram_ids import NGramTable
 
 LEAST = 1e-6
 """Of the magnitude of a gate, whose square root has no derivative at 0."""
@@ -169,3 +169,32 @@ class NGramLayer(nn.Module):
             rows = ngram_rows(history[0], self.table, self.end_of_text).transpose(0, 1)
         # The rows of a position side by side, so that a shard of the sequence has whole positions.
         return self.embedding(rows.flatten(1)).unflatten(1, (-1, self.heads)).flatten(2)
+
+
+def ngram_rows(history: Tensor, table: NGramTable, end_of_text: int, segments: Tensor | None = None) -> Tensor:
+    """history [B, longest - 1 + S] int64: the ids of S positions with those before them -> [B, S, heads] rows.
+
+    segments [B, S]: documents of a packed sequence, which see nothing of one another.
+    """
+    longest = len(table.multipliers)
+    length, heads = history.shape[1] - (longest - 1), len(table.sizes) // (longest - 1)
+    sizes, offsets = (torch.tensor(values, device=history.device) for values in (table.sizes, table.offsets))
+    token = history[:, longest - 1 :]
+    mixed, found = token * table.multipliers[0], list[Tensor]()
+    for back in range(1, longest):
+        before = history[:, longest - 1 - back :][:, :length]
+        ended = token == end_of_text if back > 1 else torch.zeros_like(token, dtype=torch.bool)
+        if segments is not None:
+            ended = ended | _in_other_segment(segments, back)
+        token = before.masked_fill(ended, end_of_text)
+        mixed = mixed ^ (token * table.multipliers[back])
+        own = slice((back - 1) * heads, back * heads)
+        found.append(mixed[..., None] % sizes[own] + offsets[own])
+    return torch.cat(found, -1)
+
+
+def _in_other_segment(segments: Tensor, back: int) -> Tensor:
+    """[B, S] -> [B, S] bool: whether the position `back` before each is of another document."""
+    other = torch.zeros_like(segments, dtype=torch.bool)
+    other[:, back:] = segments[:, back:] != segments[:, :-back]
+    return other
