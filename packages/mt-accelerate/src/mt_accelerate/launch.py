@@ -143,7 +143,7 @@ NOT_DONE: Mapping[str, str] = {
     "command_file": FORCED["tpu"],
 }
 """Keys of Accelerate's file -> what does the same."""
-UNSET = (None, False, "", "no", "NO", "false", "all", {}, [])
+UNSET: tuple[Any, ...] = (None, False, "", "no", "NO", "false", "all", {}, [])
 """Values with which such a key asks for nothing."""
 DEFAULT_PORT = 29500
 LAUNCHERS = ("module", "num_cpu_threads_per_process", "max_restarts", "log_dir", "gradient_accumulation_steps")

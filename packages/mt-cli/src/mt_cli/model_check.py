@@ -61,7 +61,8 @@ def check_model(path: Path, host: PluginHost) -> ModelCheck:
             parameters = count_parameters(config, host).total
         except MtError as error:
             problems = [_config_problem(error, external)]
-    tensors, left_out = None, {}
+    tensors: int | None = None
+    left_out: Mapping[str, int] = {}
     # Without a family the names of tensors say nothing.
     if not problems and path.is_dir() and host[CHECKPOINT_LOADERS].get(HF_FORMAT).detect.load()(path):
         tensors, left_out, problems = _check_tensors(path, host)
