@@ -34,6 +34,7 @@ NOT_SWEPT = {
     "smolvlm": "idefics3, under another name",
     "qwen3_omni_moe": "qwen3_omni_moe_thinker with a talker, whose class has no forward pass",
     "rwkv7": "transformers has no class for it; tests/models/test_rwkv7.py compares it with formulas",
+    "kimi_k3": "transformers has no class for it; tests/models/test_kimi_k3.py compares it with formulas",
 }
 """Types of a family that no case has: why."""
 OF_MT = {("t5", "blenderbot")}

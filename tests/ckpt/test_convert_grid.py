@@ -97,6 +97,10 @@ CASES: dict[str, dict[str, Any]] = {
         "moe": {**FOUR_LAYERS["hy_v3"]["moe"], "moe_layer_freq": "([0]*1+[1]*3)"},
     },
     "qwen4_exp": FOUR_LAYERS["qwen4_exp"],
+    "kimi_k3": {
+        **FOUR_LAYERS["kimi_k3"],
+        "moe": {**FOUR_LAYERS["kimi_k3"]["moe"], "moe_layer_freq": "([0]*1+[1]*3)"},
+    },
     "glm5_next": {
         **FOUR_LAYERS["glm5_next"],
         "moe": {**FOUR_LAYERS["glm5_next"]["moe"], "moe_layer_freq": "([0]*1+[1]*3)"},
@@ -228,7 +232,7 @@ NO_MEGATRON = {
     "qwen3_omni",
     *("gemma4_vl", "gemma4_vl_experts", "modernbert", "rwkv7", "minimax_m3_vl"),
     *("nemotron_3", "granite_hybrid", "falcon_h1", "mistral4", "jamba", "mistral3", "kimi_k25", "minimax_m3"),
-    *("hy_v3", "muse_glimmer", "qwen4_exp", "bailing_hybrid", "glm5_next"),
+    *("hy_v3", "muse_glimmer", "qwen4_exp", "bailing_hybrid", "glm5_next", "kimi_k3"),
     *("ernie4_5_moe", "hunyuan_v1_moe", "lfm2_moe", "dots1", "solar_open", "exaone_moe"),
     *("mistral_large4", "longcat_flash"),
     *(name for name in CASES if name.endswith(("_classification", "_multiple_choice"))),

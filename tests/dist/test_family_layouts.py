@@ -76,6 +76,7 @@ FAMILIES: dict[str, dict[str, Any]] = {
         "qwen4_exp",
         "bailing_hybrid",
         "glm5_next",
+        "kimi_k3",
         "nemotron_3",
         "granite_hybrid",
         "falcon_h1",
@@ -92,7 +93,7 @@ FAMILIES: dict[str, dict[str, Any]] = {
 }
 UNSHARED = "mistral_large4 without shared latents"
 ON_DEMAND = ("lfm3", "afmoe", "longcat_flash", "mistral_large4", UNSHARED)
-ON_DEMAND += ("mimo_v2_flash", "mimo_v2_flash that predicts", "bailing_hybrid", "glm5_next")
+ON_DEMAND += ("mimo_v2_flash", "mimo_v2_flash that predicts", "bailing_hybrid", "glm5_next", "kimi_k3")
 """Families all of whose layouts are exhaustive: what these divide is divided in families above too."""
 ROTARY_GPT = {"position_embedding_type": "rope", "normalization": "RMSNorm", "add_bias_linear": False}
 FAMILIES[UNSHARED] = {**FAMILIES["mistral_large4"], "kv_source_layers": None}

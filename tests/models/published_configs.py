@@ -479,6 +479,32 @@ GLM_5_3_FLASH = {
         "eos_token_id": [154820, 154827, 154829], "hidden_act": "silu",
     },
 }  # fmt: skip
+KIMI_K3_FULL = [*range(4, 93, 4), 93]
+KIMI_K3 = {
+    "architectures": ["KimiK3ForConditionalGeneration"], "model_type": "kimi_k3", "dtype": "bfloat16",
+    "auto_map": {"AutoConfig": "configuration_kimi_k3.KimiK3Config"}, "ignore_index": -100,
+    "media_placeholder_token_id": 163605, "pad_token_id": 163839, "tie_word_embeddings": False,
+    "vision_config": {"model_type": "kimi_k3_vision", "vt_hidden_size": 1024, "vt_num_hidden_layers": 27},
+    "text_config": {
+        "architectures": ["KimiLinearForCausalLM"], "model_type": "kimi_linear", "vocab_size": 163840,
+        "hidden_size": 7168, "intermediate_size": 33792, "num_hidden_layers": 93, "num_attention_heads": 96,
+        "num_key_value_heads": 96, "max_position_embeddings": 1048576, "rms_norm_eps": 1e-5, "hidden_act": "situ",
+        "activation_situ_beta": 4.0, "activation_situ_linear_beta": 25.0, "attn_res_block_size": 12,
+        "linear_attn_config": {
+            "full_attn_layers": KIMI_K3_FULL,
+            "kda_layers": [layer for layer in range(1, 94) if layer not in KIMI_K3_FULL],
+            "num_heads": 96, "head_dim": 128, "short_conv_kernel_size": 4, "use_full_rank_gate": True,
+            "gate_lower_bound": -5.0,
+        },
+        "mla_use_nope": True, "mla_use_output_gate": True, "q_lora_rank": 1536, "kv_lora_rank": 512,
+        "qk_nope_head_dim": 128, "qk_rope_head_dim": 64, "v_head_dim": 128, "num_experts": 896,
+        "num_experts_per_token": 16, "num_shared_experts": 2, "moe_intermediate_size": 3072,
+        "routed_expert_hidden_size": 3584, "latent_moe_use_norm": True, "moe_renormalize": True,
+        "moe_router_activation_func": "sigmoid", "topk_method": "noaux_tc", "use_grouped_topk": True,
+        "num_expert_group": 1, "topk_group": 1, "routed_scaling_factor": 1.0, "first_k_dense_replace": 1,
+        "moe_layer_freq": 1, "num_nextn_predict_layers": 0, "tie_word_embeddings": False, "use_cache": True,
+    },
+}  # fmt: skip
 LING_3_TINY = {
     "architectures": ["BailingMoeV3ForCausalLM"], "attention_dropout": 0.0,
     "auto_map": {"AutoConfig": "configuration_bailing_moe_v3.BailingMoeV3Config"}, "dtype": "bfloat16",
@@ -1247,6 +1273,7 @@ PUBLISHED: dict[str, tuple[str, dict[str, Any]]] = {
     "ling-3.0-tiny": ("bailing_hybrid", LING_3_TINY),
     "glm-5.3-flash (text)": ("glm5_next", GLM_5_3_FLASH),
     "ling-3.0-flash": ("bailing_hybrid", LING_3_FLASH),
+    "kimi-k3 (without MXFP4, from descriptions)": ("kimi_k3", KIMI_K3),
     "gpt-oss-20b": ("gpt_oss", GPT_OSS_20B),
     "olmoe-1b-7b": ("olmoe", OLMOE_1B_7B),
     "granite-3.0-1b-a400m": ("granite_moe", GRANITE_MOE_1B),

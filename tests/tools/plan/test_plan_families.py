@@ -109,6 +109,11 @@ CASES: dict[str, tuple[dict[str, Any], dict[str, Any], str]] = {
         {"dataset_type": "mock", "seq_length": 32},
         "cross_entropy",
     ),
+    "kimi_k3": (
+        {**WORDS, **LATENT, **DELTA_NET, "linear_num_value_heads": 2, "ffn_hidden_size": 64, "residual_block_size": 1},
+        {"dataset_type": "mock", "seq_length": 32},
+        "cross_entropy",
+    ),
     "bailing_hybrid": (
         {**WORDS, **LATENT, **DELTA_NET, "linear_num_value_heads": 2, "ffn_hidden_size": 64},
         {"dataset_type": "mock", "seq_length": 32},

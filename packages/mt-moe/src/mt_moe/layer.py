@@ -16,6 +16,7 @@ from mt_core.nn.activations import activate, is_gated
 from mt_core.nn.feed_forward import FeedForwardConfigLike
 from mt_core.nn.layout import LayoutModule, ParameterLayout, normal, sequence_axes
 from mt_core.nn.linear import ColumnParallelLinear, RowParallelLinear, linear
+from mt_core.nn.norm import RMSNorm
 from mt_core.parallel.context import ParallelContext
 from mt_core.specs import MOE_DISPATCHERS
 from mt_moe.config import MoeConfig, read_moe_config
@@ -151,6 +152,7 @@ class MoeLayer(nn.Module):
         if config.moe_latent_size is not None:
             self.fc1_latent_proj = Projection(shape.hidden_size, width, shape.init_method_std, ctx)
             self.fc2_latent_proj = Projection(width, shape.hidden_size, shape.output_init_std, ctx)
+        self.latent_norm = build_latent_norm(shape, config, ctx)
         self.shared_experts = build_shared_experts(shape, config, ctx)
         self.overlapping = overlapping_dispatcher(dispatcher, config, ctx) if self.shared_experts is not None else None
 
@@ -172,6 +174,8 @@ class MoeLayer(nn.Module):
         output = self.experts(dispatched.tokens, dispatched.weights, dispatched.counts, dispatched.order)
         # [T, width]
         combined = self.dispatcher.combine(output, dispatched.state)
+        if self.latent_norm is not None:
+            combined = self.latent_norm(combined)
         if self.fc2_latent_proj is not None:
             combined = self.fc2_latent_proj(combined)
         if routing.identity is not None:
@@ -273,6 +277,15 @@ def hashed_vocab(shape: MoeConfigLike, config: MoeConfig, layer: int) -> int | N
 def build_shared_experts(shape: MoeConfigLike, config: MoeConfig, ctx: ParallelContext) -> SharedExperts | None:
     size = config.moe_shared_expert_intermediate_size
     return None if size is None else SharedExperts(shape, size, ctx, gate=config.moe_shared_expert_gate)
+
+
+def build_latent_norm(shape: MoeConfigLike, config: MoeConfig, ctx: ParallelContext) -> RMSNorm | None:
+    """The norm of the sum of the experts' latents before it is projected back, for a family that has one."""
+    # A family that has it says its epsilon.
+    epsilon: float | None = getattr(shape, "expert_latent_norm_epsilon", None)
+    if epsilon is None or config.moe_latent_size is None:
+        return None
+    return RMSNorm(config.moe_latent_size, epsilon, ctx, partial_gradient_axes(ctx))
 
 
 def overlapping_dispatcher(

@@ -74,8 +74,19 @@ LIMITED = "limited_swiglu:"
 """The same before another limit of `limited_swiglu` than 10 (GLM-5.3-Flash)."""
 
 
+SITU = "situ:"
+"""Before its two bounds with a comma between them, the name of the activation `situ`, from the keys of its family."""
+
+
+def situ(gate: Tensor, up: Tensor, gate_bound: float, up_bound: float) -> Tensor:
+    """b tanh(gate / b) sigmoid(gate) c tanh(up / c) of the bounds b and c, in fp32, of Kimi K3 (Moonshot AI, 2026)."""
+    wide, other = gate.float(), up.float()
+    bounded = gate_bound * torch.tanh(wide / gate_bound) * torch.sigmoid(wide)
+    return (bounded * (up_bound * torch.tanh(other / up_bound))).to(gate.dtype)
+
+
 def is_gated(name: str) -> bool:
-    return name in GATED or name.startswith((CAPPED, LIMITED))
+    return name in GATED or name.startswith((CAPPED, LIMITED, SITU))
 
 
 FUSED = frozenset({"swiglu", "geglu", "geglu_tanh", "clamped_swiglu", "squared_relu"})
@@ -91,4 +102,7 @@ def activate(name: str, x: Tensor) -> Tensor:
         return capped_swiglu(gate, up, float(name.removeprefix(CAPPED)))
     if name.startswith(LIMITED):
         return limited_swiglu(gate, up, float(name.removeprefix(LIMITED)))
+    if name.startswith(SITU):
+        gate_bound, up_bound = map(float, name.removeprefix(SITU).split(","))
+        return situ(gate, up, gate_bound, up_bound)
     return GATED[name](gate, up)

@@ -2,7 +2,7 @@
 rule with a decay of each channel, a gated norm of each head, a projection out (Kimi Linear, 2025).
 
 Decays and the gate of the output come from the input by two matrices each, with as many channels between them as a head
-has, or by one (Ling 3.0, 2026). Tensor parallelism gives each rank whole heads.
+has, or by one: both of Ling 3.0 (2026), the gate of Kimi K3 (2026). Tensor parallelism gives each rank whole heads.
 """
 
 from __future__ import annotations
@@ -102,16 +102,18 @@ class KimiDeltaNet(LayoutModule):
 
     def _declare_gates(self, config: DeltaNetConfigLike, width: int) -> None:
         """The matrices of decays and of the gate of the output."""
+        self.forget_down_proj, self.forget_up_proj = self._low_rank(config, width)
+        self.gate_down_proj, self.gate_up_proj = self._low_rank(config, width)
+
+    def _low_rank(self, config: DeltaNetConfigLike, width: int) -> tuple[ReplicatedLinear, ColumnParallelLinear]:
         init = normal(config.init_method_std)
+        down = ReplicatedLinear(config.hidden_size, self.size, self.ctx, init=init, bias=False, on_sequence=True)
+        return down, ColumnParallelLinear(self.size, width, self.ctx, bias=False, init=init)
 
-        def down() -> ReplicatedLinear:
-            return ReplicatedLinear(config.hidden_size, self.size, self.ctx, init=init, bias=False, on_sequence=True)
-
-        def up() -> ColumnParallelLinear:
-            return ColumnParallelLinear(self.size, width, self.ctx, bias=False, init=init)
-
-        self.forget_down_proj, self.forget_up_proj = down(), up()
-        self.gate_down_proj, self.gate_up_proj = down(), up()
+    def _full_rank(self, config: DeltaNetConfigLike, width: int) -> ColumnParallelLinear:
+        return ColumnParallelLinear(
+            config.hidden_size, width, self.ctx, bias=False, init=normal(config.init_method_std)
+        )
 
     def decay_input(self, hidden: Tensor) -> Tensor:
         """[B, S, H D] of this rank's heads, without dt_bias."""
@@ -157,21 +159,24 @@ class KimiDeltaNet(LayoutModule):
         return DeltaWeights(self.conv1d.weight.squeeze(1), self.A_log, self.dt_bias)
 
 
-class FullRankKimiDeltaNet(KimiDeltaNet):
-    """The same with one matrix for decays and one for the gate of the output."""
+class FullGateKimiDeltaNet(KimiDeltaNet):
+    """The same with one matrix for the gate of the output."""
 
     def _declare_gates(self, config: DeltaNetConfigLike, width: int) -> None:
-        def one() -> ColumnParallelLinear:
-            return ColumnParallelLinear(
-                config.hidden_size, width, self.ctx, bias=False, init=normal(config.init_method_std)
-            )
-
-        self.forget_proj, self.gate_proj = one(), one()
-
-    def decay_input(self, hidden: Tensor) -> Tensor:
-        decays: Tensor = self.forget_proj(hidden)
-        return decays
+        self.forget_down_proj, self.forget_up_proj = self._low_rank(config, width)
+        self.gate_proj = self._full_rank(config, width)
 
     def output_gate(self, hidden: Tensor) -> Tensor:
         gate: Tensor = self.gate_proj(hidden)
         return gate
+
+
+class FullRankKimiDeltaNet(FullGateKimiDeltaNet):
+    """The same with one matrix for decays, too."""
+
+    def _declare_gates(self, config: DeltaNetConfigLike, width: int) -> None:
+        self.forget_proj, self.gate_proj = self._full_rank(config, width), self._full_rank(config, width)
+
+    def decay_input(self, hidden: Tensor) -> Tensor:
+        decays: Tensor = self.forget_proj(hidden)
+        return decays

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -77,15 +77,21 @@ def name_map(config: KimiLinearConfig) -> NameMap:
     return decoder_name_map(config, rules)
 
 
-def delta_rules(config: KimiLinearConfig, rates: type[Rule] = OfHeads) -> list[Rule]:
-    """rates: the rule of A_log."""
+LOW_RANK_GATE = {"gate_down_proj.weight": "g_a_proj.weight", "gate_up_proj.weight": "g_b_proj.weight"}
+
+
+def delta_rules(
+    config: KimiLinearConfig,
+    rates: Callable[[str, str], Rule] = OfHeads,
+    gate: Mapping[str, str] = LOW_RANK_GATE,
+) -> list[Rule]:
+    """rates: makes the rule of A_log. gate: our names of the gate of the output -> theirs."""
     ours, theirs = f"{OURS}self_attention.", f"{THEIRS}self_attn."
     width, heads = config.linear_key_size, config.linear_num_key_heads
     same = {
         "forget_down_proj.weight": "f_a_proj.weight",
         "forget_up_proj.weight": "f_b_proj.weight",
-        "gate_down_proj.weight": "g_a_proj.weight",
-        "gate_up_proj.weight": "g_b_proj.weight",
+        **gate,
         "dt_bias": "dt_bias",
         "out_norm.weight": "o_norm.weight",
         "out_proj.weight": "o_proj.weight",
@@ -137,20 +143,21 @@ def import_extra(external: Mapping[str, Any]) -> dict[str, Any]:
         )
     table = external.get(TABLE) or {}
     sizes = {key: table.get(name, external.get(key, DEFAULTS[key])) for key, name in DELTA_KEYS.items()}
+    kinds = {"layer_types": layer_kinds(external, table)}
     values = {
         "linear_num_key_heads": sizes["linear_num_heads"],
         "linear_num_value_heads": sizes["linear_num_heads"],
         "linear_key_head_dim": sizes["linear_head_dim"],
         "linear_value_head_dim": sizes["linear_head_dim"],
         "linear_conv_kernel_dim": sizes["linear_conv_kernel_dim"],
-        "linear_attention_freq": import_kinds({"layer_types": _kinds(external, table)}, external["num_hidden_layers"]),
+        "linear_attention_freq": import_kinds(kinds, external["num_hidden_layers"]),
     }
     if float(external.get("rms_norm_eps", 1e-5)) != deepseek.NORM_EPSILON:
         values["latent_norm_epsilon"] = deepseek.NORM_EPSILON
-    return {**values, **_experts(external)}
+    return {**values, **import_experts(external)}
 
 
-def _kinds(external: Mapping[str, Any], table: Mapping[str, Any]) -> Sequence[Any]:
+def layer_kinds(external: Mapping[str, Any], table: Mapping[str, Any]) -> Sequence[Any]:
     """The kind of each layer: `layer_types`, else the lists of the table, counted from 1, else every fourth from 4."""
     layers = external["num_hidden_layers"]
     if (kinds := external.get("layer_types")) is not None:
@@ -166,7 +173,8 @@ def _kinds(external: Mapping[str, Any], table: Mapping[str, Any]) -> Sequence[An
     return [FULL if layer + 1 in full else LINEAR for layer in range(layers)]
 
 
-def _experts(external: Mapping[str, Any]) -> dict[str, Any]:
+def import_experts(external: Mapping[str, Any]) -> dict[str, Any]:
+    """`moe` where a layer has experts."""
     given = {
         "first_k_dense_replace": 1,
         "n_routed_experts": external.get("num_experts", 256),
@@ -206,43 +214,51 @@ def export_extra(model: Mapping[str, Any]) -> dict[str, Any]:
     require_value(config, "normalization", ("RMSNorm",), KIND)
     require_value(config, "untie_embeddings_and_output_weights", (True,), KIND)
     require_value(config, "latent_epsilon", (deepseek.NORM_EPSILON,), KIND)
-    kinds = export_kinds(config)
-    numbers = {kind: [layer + 1 for layer, own in enumerate(kinds) if own == kind] for kind in (FULL, LINEAR)}
-    sizes = {
-        "linear_num_heads": config.linear_num_key_heads,
-        "linear_head_dim": config.linear_key_head_dim,
-        "linear_conv_kernel_dim": config.linear_conv_kernel_dim,
-    }
-    table = {DELTA_KEYS[key]: value for key, value in sizes.items()}
+    table = export_table(config)
     return {
-        **sizes,
-        TABLE: {**table, "full_attn_layers": numbers[FULL], "kda_layers": numbers[LINEAR]},
-        "layer_types": kinds,
+        **{key: table[name] for key, name in DELTA_KEYS.items()},
+        TABLE: table,
+        "layer_types": export_kinds(config),
         # Its default would have to be within the vocabulary, and keep the row of that token from being trained.
         "pad_token_id": None,
         "num_key_value_heads": config.num_attention_heads,
         "intermediate_size": config.ffn_size,
-        **_export_experts(config),
+        **export_experts(config),
     }
 
 
-def _export_experts(config: KimiLinearConfig) -> dict[str, Any]:
+def export_table(config: KimiLinearConfig) -> dict[str, Any]:
+    """`linear_attn_config`: sizes of Kimi delta attention, and the layers of both kinds, counted from 1."""
+    kinds = export_kinds(config)
+    numbers = {kind: [layer + 1 for layer, own in enumerate(kinds) if own == kind] for kind in (FULL, LINEAR)}
+    return {
+        "num_heads": config.linear_num_key_heads,
+        "head_dim": config.linear_key_head_dim,
+        "short_conv_kernel_size": config.linear_conv_kernel_dim,
+        "full_attn_layers": numbers[FULL],
+        "kda_layers": numbers[LINEAR],
+    }
+
+
+def export_experts(config: KimiLinearConfig, kind: str = KIND, **expressed: tuple[Any, ...]) -> dict[str, Any]:
+    """expressed: options of model.moe that the format `kind` can express beside those of this one."""
     if config.moe is None:
         return {"first_k_dense_replace": config.num_layers, deepseek.KINDS: ["dense"] * config.num_layers}
     moe = MoEOptions(config)
     moe.require(
-        KIND,
+        kind,
         **deepseek.EXPRESSED,
+        **expressed,
         moe_router_score_function=("sigmoid",),
         moe_router_enable_expert_bias=ANY,
         moe_router_group_score_topk=group_scores(moe, 2),
     )
-    dense = first_dense(moe, KIND)
+    dense = first_dense(moe, kind)
     return {
         **export_bias(moe),
         "num_experts": moe.num_experts,
         "num_experts_per_token": moe.topk,
-        "num_shared_experts": shared_experts(moe, KIND),
+        "num_shared_experts": shared_experts(moe, kind),
         "moe_intermediate_size": moe.ffn_size,
         "moe_renormalize": moe.topk > 1,
         "routed_scaling_factor": moe["moe_router_topk_scaling_factor"] or 1.0,
