@@ -87,6 +87,17 @@ def test_factors_of_falcon_h1_are_in_its_matrices(make_model, host, tmp_path: Pa
     torch.testing.assert_close(theirs, ours, rtol=1e-4, atol=1e-5)
 
 
+@pytest.mark.slow
+def test_products_of_norms_and_queries_of_kimi_k3_make_the_same_logits(make_model, host, tmp_path: Path) -> None:
+    """The file holds products, which are read as queries behind norms of 1."""
+    source = make_model(**FAMILIES["kimi_k3"])
+    convert(source, tmp_path / "g", saver="gguf", host=host)
+    convert(tmp_path / "g", tmp_path / "back", saver="mt", host=host)
+    ours, theirs = (logits_of(path, host) for path in (source, tmp_path / "back"))
+    assert ours.std() > 0
+    torch.testing.assert_close(theirs, ours, rtol=1e-4, atol=1e-5)
+
+
 def logits_of(path: Path, host: PluginHost) -> torch.Tensor:
     reader = open_checkpoint(path)
     config = model_config(reader, host)

@@ -316,6 +316,18 @@ MODELS: dict[str, dict[str, Any]] = {
         "linear_num_key_heads": 4,
         "moe": BIASED,
     },
+    "kimi-k3": {
+        **LATENT,
+        "family": "kimi_k3",
+        "norm_epsilon": 1e-6,
+        **DELTA,
+        "linear_num_key_heads": 4,
+        "linear_decay_lower_bound": -5.0,
+        "residual_block_size": 3,
+        "situ_beta": 0.5,
+        "situ_linear_beta": 0.7,
+        "moe": {**BIASED, "moe_latent_size": 32, "moe_router_topk_scaling_factor": 1.5},
+    },
     "qwen3next": {
         "family": "qwen_next",
         "generation": "qwen3_next",
@@ -434,6 +446,10 @@ def save_model(path: Path, keys: dict[str, Any], host: PluginHost, scale: float 
         # Its scores are not divided by the root of the head size; trained norms of queries are as small. Without it
         # attention is as sharp as no model's, and magnifies that llama.cpp keeps keys in fp16.
         state = {name: tensor / 5 if "q_layernorm" in name else tensor for name, tensor in state.items()}
+    if keys["family"] == "kimi_k3":
+        # As unlike plain means as those of a trained model.
+        residuals = {name: x for name, x in state.items() if "residual" in name}
+        state |= {name: 0.4 * torch.randn(x.shape, generator=generator) for name, x in residuals.items()}
     sections = {
         "model": config.model.model_dump(mode="json"),
         "tokenizer": {"tokenizer_type": "NullTokenizer", "vocab_size": keys["vocab_size"]},

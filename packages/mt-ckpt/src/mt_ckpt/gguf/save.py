@@ -93,7 +93,10 @@ def _plan(source: CheckpointReader, options: ConvertOptions, host: PluginHost) -
         "general.file_type": require_mixture(kind).file_type,
         "general.quantization_version": QUANTIZATION_VERSION,
     }
-    tokenizer = tokenizer_metadata(source.files(), int(external["vocab_size"]))
+    # A decoder within the configuration of a file with more parts says its vocabulary there.
+    vocab_size = external.get("vocab_size", model.vocab_size)
+    assert vocab_size is not None
+    tokenizer = tokenizer_metadata(source.files(), int(vocab_size))
     return _Plan({**head, **values, **tokenizer}, outputs, further, types, importance)
 
 

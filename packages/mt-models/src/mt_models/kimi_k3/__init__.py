@@ -12,6 +12,7 @@ SPEC = ModelSpec(
     presets=Lazy("mt_models.kimi_k3.config:PRESETS"),
     name_maps={
         "hf": Lazy("mt_models.kimi_k3.hugging_face:HUGGING_FACE"),
+        "gguf": Lazy("mt_models.kimi_k3.gguf:GGUF"),
         "megatron": Lazy("mt_models.kimi_linear.config:MEGATRON"),
     },
     shrink=Lazy("mt_models.kimi_k3.config:shrink_kimi_k3"),

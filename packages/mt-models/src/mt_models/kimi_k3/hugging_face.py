@@ -12,6 +12,7 @@ from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 
 from mt_core.config_map import ConfigMap, Field, Fixed
@@ -69,6 +70,18 @@ class PaddedHeads(Rule):
         return [nn.functional.pad(tensor, (0, -len(tensor) % PADDED))]
 
 
+@dataclass(frozen=True)
+class NormAndQuery(Rule):
+    """The weight of a norm [H] and a query [1, H] there; end to end here."""
+
+    def import_value(self, tensors: Sequence[Tensor]) -> Tensor:
+        return torch.cat([tensor.flatten() for tensor in tensors])
+
+    def export_value(self, tensor: Tensor) -> Sequence[Tensor]:
+        norm_weight, query = tensor.chunk(2)
+        return [norm_weight.contiguous(), query[None].contiguous()]
+
+
 def name_map(config: KimiK3Config) -> NameMap:
     rules: list[Rule] = []
     for number, linear in enumerate(config.linear_layers):
@@ -96,19 +109,16 @@ def _latent_rules(config: KimiK3Config) -> list[Rule]:
 
 def _residual_rules() -> list[Rule]:
     names = {"attention_residual": "self_attention", "mlp_residual": "mlp"}
-    return [rule for ours, theirs in names.items() for rule in _residual(OURS + ours, THEIRS + theirs)]
+    return [_residual(OURS + ours, THEIRS + theirs) for ours, theirs in names.items()]
 
 
-def _residual(ours: str, theirs: str) -> list[Rule]:
-    return [
-        Same(f"{ours}.norm_weight", f"{theirs}_res_norm.weight"),
-        Same(f"{ours}.weight", f"{theirs}_res_proj.weight"),
-    ]
+def _residual(ours: str, theirs: str) -> Rule:
+    return NormAndQuery(f"{ours}.weight", tuple(f"{theirs}_res_{part}.weight" for part in ("norm", "proj")))
 
 
 def _output_rules() -> list[Rule]:
     output = "decoder.final_layernorm."
-    return [Same(f"{output}norm.weight", "model.norm.weight"), *_residual(f"{output}residual", "model.output_attn")]
+    return [Same(f"{output}norm.weight", "model.norm.weight"), _residual(f"{output}residual", "model.output_attn")]
 
 
 def _feed_forward(config: KimiK3Config, number: int) -> list[Rule]:
