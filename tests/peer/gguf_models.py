@@ -221,6 +221,13 @@ MODELS: dict[str, dict[str, Any]] = {
         "rope_scaling_factor": 16.0,
         "original_max_position_embeddings": 32,
     },
+    "exaone-moe": {
+        "family": "exaone4",
+        **GROUPED,
+        "kv_channels": 32,
+        "sliding_window": 8,
+        "moe": {**BIASED, "moe_router_topk_scaling_factor": 2.5},
+    },
     "seed_oss": {"family": "seed_oss", **GROUPED, "kv_channels": 32},
     "ernie4_5": {"family": "ernie4_5", **GROUPED, "kv_channels": 32},
     "hunyuan-dense": {

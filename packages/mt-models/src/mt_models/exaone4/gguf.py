@@ -1,4 +1,4 @@
-"""EXAONE 4 in GGUF."""
+"""EXAONE 4 and K-EXAONE in GGUF."""
 
 from __future__ import annotations
 
@@ -8,19 +8,26 @@ from mt_core.name_map import NameMap
 from mt_models.blocks.gguf_decoder import (
     BRANCH_NORMS,
     DENSE,
+    EXPERT_COUNTS,
+    PRE_NORMS,
     QK_NORMS,
+    SIGMOID,
     attention,
     decoder_map,
     feed_forward,
     frequency_factors,
+    mixed_feed_forward,
     norms,
     read_shape,
+    require_scaling,
     tied_output,
     write_shape,
 )
 from mt_models.blocks.hugging_face_decoder import FULL, SLIDING
+from mt_models.blocks.hugging_face_moe import BIAS_KEY
 from mt_models.exaone4.config import Exaone4Config
-from mt_models.gguf import External, GGUFArchitecture, GGUFFamily, Metadata, require
+from mt_models.exaone4.hugging_face import DENSE_LAYERS, EXPERTS, KINDS
+from mt_models.gguf import External, GGUFArchitecture, GGUFFamily, Key, Metadata, require
 
 WINDOW, PATTERN = "attention.sliding_window", "attention.sliding_window_pattern"
 LAYERS, PERIOD = 64, 4
@@ -28,7 +35,12 @@ LAYERS, PERIOD = 64, 4
 
 
 def name_map(config: Exaone4Config) -> NameMap:
-    return decoder_map(config, [*norms(BRANCH_NORMS), *norms(QK_NORMS), *attention(config), *feed_forward()])
+    heads = [*norms(QK_NORMS), *attention(config)]
+    if config.moe is None:
+        return decoder_map(config, [*norms(BRANCH_NORMS), *heads, *feed_forward()])
+    layer = [*norms(PRE_NORMS), *heads, *mixed_feed_forward(config)]
+    # Published files have a layer behind the last that predicts a further token.
+    return decoder_map(config, layer, ignored=[f"blk.{config.num_layers}.*"])
 
 
 def read(metadata: Metadata) -> dict[str, Any]:
@@ -52,4 +64,56 @@ EXAONE4 = GGUFArchitecture(
     name="exaone4", model_type="exaone4", keys=DENSE, read=read, write=write, further=frequency_factors
 )
 
-GGUF = GGUFFamily(family="exaone4", architectures=(EXAONE4,), name_map=name_map, copies=tied_output)
+
+# -- K-EXAONE ----------------------------------------------------------------------------------------
+
+NAME, PREDICTING = "exaone-moe", "nextn_predict_layers"
+
+
+def read_with_experts(metadata: Metadata) -> dict[str, Any]:
+    return {
+        **read_shape(metadata),
+        "num_hidden_layers": metadata.need("block_count", int) - (metadata.get(PREDICTING, int) or 0),
+        "sliding_window": metadata.need(WINDOW, int),
+        "sliding_window_pattern": PERIOD,
+        "norm_topk_prob": bool(metadata.get("expert_weights_norm", bool)),
+    }
+
+
+def write_with_experts(external: External) -> dict[str, Any]:
+    layers, dense = external["num_hidden_layers"], external[DENSE_LAYERS]
+    kinds = [SLIDING if (layer + 1) % PERIOD else FULL for layer in range(layers)]
+    require({**external, "layer_types": list(external["layer_types"])}, "layer_types", (kinds,), NAME)
+    require(external, KINDS, (["dense"] * dense + ["sparse"] * (layers - dense),), NAME)
+    require(external, BIAS_KEY, (True, None), NAME)
+    require(external, "n_group", (1, None), NAME)
+    require(external, "norm_topk_prob", (True,), NAME)
+    require_scaling(external, ("default",), NAME)
+    return {
+        **write_shape(external),
+        WINDOW: external["sliding_window"],
+        PATTERN: [kind == SLIDING for kind in kinds],
+        "expert_shared_feed_forward_length": external["num_shared_experts"] * external["moe_intermediate_size"],
+        "expert_gating_func": SIGMOID,
+        "expert_weights_norm": True,
+        PREDICTING: 0,
+    }
+
+
+EXAONE_MOE = GGUFArchitecture(
+    name=NAME,
+    model_type=EXPERTS,
+    keys=(
+        *DENSE,
+        Key("expert_count", "num_experts"),
+        *EXPERT_COUNTS,
+        Key("expert_feed_forward_length", "moe_intermediate_size"),
+        Key("expert_shared_count", "num_shared_experts"),
+        Key("leading_dense_block_count", DENSE_LAYERS),
+        Key("expert_weights_scale", "routed_scaling_factor", float, 1.0),
+    ),
+    read=read_with_experts,
+    write=write_with_experts,
+)
+
+GGUF = GGUFFamily(family="exaone4", architectures=(EXAONE4, EXAONE_MOE), name_map=name_map, copies=tied_output)
