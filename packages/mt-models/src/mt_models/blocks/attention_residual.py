@@ -5,8 +5,8 @@ the token's embedding; so is the sum of the outputs so far of the run that a blo
 
     p = softmax over i of <r_i / rms(r_i), w * q>      x = sum over i of p_i r_i
 
-all in fp32, with w the weight of a norm and q a query. Sources are [B, S, n H] between layers and pipeline stages: those of a token side by side, the run's own
-sum last. There are more of them the later a layer is.
+all in fp32, with w the weight of a norm and q a query. Sources are [B, S, n H] between layers and pipeline stages:
+those of a token side by side, the run's own sum last. There are more of them the later a layer is.
 """
 
 from __future__ import annotations

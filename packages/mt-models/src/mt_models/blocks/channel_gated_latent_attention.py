@@ -14,7 +14,7 @@ from mt_models.blocks.latent_attention import LatentAttentionConfigLike, Unrotat
 
 
 class ChannelGatedLatentAttention(UnrotatedLatentAttention):
-    """Rows of linear_gate are the channels of the values of head 0, then those of head 1, and so on; sharded by heads."""
+    """Rows of linear_gate are the channels of the values of each head, one head after the other, sharded by heads."""
 
     def __init__(
         self,

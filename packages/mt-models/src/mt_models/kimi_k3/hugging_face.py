@@ -156,7 +156,7 @@ def import_text(external: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _require_table(table: Mapping[str, Any]) -> None:
-    """Raises ConfigError for a table without the kinds of layers, with another gate, or with keys that are not known."""
+    """Raises ConfigError for a table without the kinds of layers, with another gate, or with unknown keys."""
     if missing := [key for key in ("kda_layers", "full_attn_layers", FULL_RANK) if key not in table]:
         raise ConfigError(f"{TABLE} has no {', '.join(missing)}, which say what layers are")
     if unknown := sorted(set(table) - set(TABLE_KEYS)):
