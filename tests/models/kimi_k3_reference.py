@@ -12,11 +12,12 @@ H, VOCAB, LAYERS, BLOCK = 24, 61, 7, 3
 HEADS, SIZE, TAPS, BOUND = 3, 6, 3, -5.0
 ATTENTION = {"heads": 2, "q": 14, "kv": 10, "plain": 8, "shared": 4, "value": 5}
 EXPERTS = {"number": 6, "chosen": 3, "width": 9, "latent": 16, "shared": 2, "scale": 1.5}
-FFN, EPSILON, LATENT_EPSILON = 40, 1e-5, 1e-6
+FFN, EPSILON, LATENT_EPSILON = 40, 0.1, 1e-6
 FULL = (3, 7)
 """Layers of latent attention, counted from 1. With the second of them a run begins, as with delta nets."""
 BETA, LINEAR_BETA = 0.7, 0.9
-"""Smaller than published, so that both bounds are reached."""
+"""Smaller than published, so that both bounds are reached. EPSILON is larger: norms of sums that nearly cancel would
+enlarge rounding errors."""
 P = "language_model.model."
 
 TEXT = {
@@ -136,6 +137,11 @@ def _expert_shapes(p: str) -> dict[str, tuple[int, ...]]:
     }
 
 
+def precise_state() -> State:
+    """The same in fp64, in which the formulas are computed."""
+    return {name: value.double() for name, value in random_state().items()}
+
+
 def random_state() -> State:
     """Values far from initial ones; A_log has numbers for its heads, and zeros behind them."""
     generator = torch.Generator().manual_seed(0)
@@ -227,7 +233,7 @@ def delta_net(state: State, p: str, x: Tensor) -> Tensor:
     rates = state[f"{p}A_log"][:HEADS].exp()[:, None]
     decays = (BOUND * torch.sigmoid(rates * f.view(len(x), HEADS, SIZE))).exp()
     beta = torch.sigmoid(x @ state[f"{p}b_proj.weight"].T)
-    memory = torch.zeros(HEADS, SIZE, SIZE)  # key by value
+    memory = torch.zeros(HEADS, SIZE, SIZE, dtype=x.dtype)  # key by value
     rows = []
     for t in range(len(x)):
         memory = decays[t][:, :, None] * memory

@@ -41,10 +41,10 @@ WITHOUT_GRADIENT = ("router.expert_bias", "layers.0.attention_residual.weight")
 
 
 def test_logits_loss_and_gradients_equal_the_formulas(model) -> None:
-    state = {name: value.requires_grad_() for name, value in ref.random_state().items()}
+    state = {name: value.requires_grad_() for name, value in ref.precise_state().items()}
     ids = tokens(14)
     ours, theirs = model(ids), torch.stack([ref.logits(state, row) for row in ids])
-    torch.testing.assert_close(ours, theirs, rtol=1e-5, atol=1e-5 * theirs.abs().max().item())
+    torch.testing.assert_close(ours.double(), theirs, rtol=0, atol=3e-5 * theirs.abs().max().item())
     losses = [F.cross_entropy(x[:, :-1].flatten(0, 1), ids[:, 1:].flatten()) for x in (ours, theirs)]
     assert losses[0].item() == pytest.approx(losses[1].item(), rel=1e-6)
     for loss in losses:
@@ -59,7 +59,7 @@ def test_logits_loss_and_gradients_equal_the_formulas(model) -> None:
             continue
         assert expected.abs().max() > 0, name
         found = layouts[name].to_canonical(parameter.grad)
-        assert (found - expected).abs().max() < 5e-5 * expected.abs().max(), name
+        assert (found - expected).abs().max() < 1e-4 * expected.abs().max(), name
 
 
 def test_names_make_the_round_trip(host, model) -> None:
@@ -89,19 +89,19 @@ def test_the_configuration_makes_the_round_trip(model) -> None:
 
 
 def test_greedy_continuations_with_a_cache_are_those_of_the_formulas(model) -> None:
-    text, state = tokens(6, batch=1)[0], ref.random_state()
+    text, state = tokens(6, batch=1)[0], ref.precise_state()
     for _ in range(8):
         text = torch.cat((text, ref.logits(state, text)[-1:].argmax(-1)))
     logits = cached_logits(model, text[None], [6, *range(7, 15)])
     assert logits[0, 5:-1].argmax(-1).tolist() == text[6:].tolist()
-    torch.testing.assert_close(logits[0], ref.logits(state, text), rtol=1e-4, atol=1e-4)
+    torch.testing.assert_close(logits[0].double(), ref.logits(state, text), rtol=0, atol=3e-4)
 
 
 def test_packed_documents_are_computed_as_if_alone(model) -> None:
     ids = tokens(11, batch=1)
     segments = torch.tensor([[0] * 4 + [1] * 7])
     alone = torch.cat([model(ids[:, :4]), model(ids[:, 4:])], 1)
-    torch.testing.assert_close(model(ids, segment_ids=segments), alone, rtol=1e-4, atol=1e-4)
+    torch.testing.assert_close(model(ids, segment_ids=segments), alone, rtol=0, atol=3e-4)
 
 
 @pytest.mark.parametrize("end", [1, 3, 4])
