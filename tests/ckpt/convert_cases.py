@@ -323,6 +323,8 @@ MODELS: dict[str, dict[str, Any]] = {
         "situ_beta": 0.5,
         "situ_linear_beta": 0.8,
         "latent_norm_epsilon": 1e-6,
+        # As in deepseek_v4.
+        "norm_epsilon": 0.1,
         "moe": {**SIGMOID_EXPERTS, "moe_latent_size": 16},
     },
     "glm5_next": {
