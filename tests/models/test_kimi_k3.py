@@ -132,7 +132,13 @@ def test_the_preset_has_the_size_of_the_published_model(host) -> None:
     attention = hidden * 1536 + 1536 + 1536 * 96 * 192 + hidden * 576 + 512 + 512 * 96 * 256 + 2 * hidden * width
     sparse = 896 * 3 * latent * expert + 2 * hidden * latent + latent + 896 * hidden + 896 + 3 * hidden * 2 * expert
     layers = 69 * delta + 24 * attention + 92 * sparse + 3 * hidden * 33792 + 93 * (2 * hidden + residuals)
-    assert canonical_size(host, config) == layers + 2 * 163840 * hidden + 3 * hidden
+    total = layers + 2 * 163840 * hidden + 3 * hidden
+    assert canonical_size(host, config) == total
+    # The bytes that the index of the published file states: experts in MXFP4, other parameters in 16 bits, some in 32,
+    # A_log filled up to 128 numbers, and an image tower of 447,358,976 parameters.
+    experts, fp32 = 92 * 896 * 3 * latent * expert, 69 * (3 * 4 * width + 96 + width + 128) + 92 * 896
+    stored = experts * 17 // 32 + 2 * (total - experts) + 2 * fp32 + 69 * 32 * 4 + 2 * 447_358_976
+    assert stored == 1_560_860_324_864
 
 
 def test_flops_of_parts(model) -> None:
