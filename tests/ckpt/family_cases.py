@@ -120,6 +120,7 @@ AUTO = {
     "MistralLarge4ForConditionalGeneration": "AutoModelForImageTextToText",
     "Kimi_K25ForConditionalGeneration": "AutoModelForImageTextToText",
     "MuseGlimmerForConditionalGeneration": "AutoModelForImageTextToText",
+    "Step3p7ForConditionalGeneration": "AutoModelForImageTextToText",
     "MiniMaxM3SparseForConditionalGeneration": "AutoModelForImageTextToText",
     "Qwen3_5MoeForConditionalGeneration": "AutoModelForImageTextToText",
     "Qwen3VLMoeForConditionalGeneration": "AutoModelForImageTextToText",
@@ -306,6 +307,26 @@ def muse_glimmer(**text_keys: Any) -> Case:
     unused = tuple(f"model.{part}." for part in ("vision_tower", "vision_adapter", "vision_projection"))
     model = "MuseGlimmerForConditionalGeneration"
     return Case("muse_glimmer", model, "MuseGlimmerConfig", keys, parts=parts, unused=unused)
+
+
+def step3p7() -> Case:
+    """Without the tower, which this family leaves out."""
+    whole, windowed = "full_attention", "sliding_attention"
+    scaled = {"rope_type": "llama3", "factor": 2.0, "low_freq_factor": 1.0, "high_freq_factor": 32.0}
+    scaled |= {"rope_theta": 5000.0, "partial_rotary_factor": 0.5, "original_max_position_embeddings": 8}
+    keys = {key: value for key, value in MOE.items() if key != "experts_implementation"}
+    keys |= {"n_routed_experts": 6, "moe_intermediate_size": 12, "share_expert_dim": 20, "head_dim": 12}
+    keys |= {"num_sliding_attention_heads": 6, "layer_types": [whole, windowed, windowed], "sliding_window": 5}
+    keys |= {"mlp_layer_types": ["dense", "sparse", "sparse"], "moe_router_scaling_factor": 1.5}
+    keys |= {"rope_parameters": {whole: scaled, windowed: {"rope_type": "default", "rope_theta": 100.0}}}
+    keys |= {"swiglu_limits": [None, 0.1, 0.0], "swiglu_limits_shared": [0.3, 0.0, 0.2], "pad_token_id": IMAGE}
+    vision = {"hidden_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2, "mlp_ratio": 1.0, "patch_size": 4}
+    parts = {
+        "vision_config": ("Step3p7VisionConfig", {**vision, "image_size": 8}),
+        "text_config": ("Step3p7TextConfig", keys),
+    }
+    tower = ("model.vision_model.", "model.multi_modal_projector.")
+    return Case("step3p7", "Step3p7ForConditionalGeneration", "Step3p7Config", {}, parts=parts, unused=tower)
 
 
 def mistral_large4() -> Case:
@@ -669,6 +690,16 @@ CASES: dict[str, Case] = {
         # Small norms behind sums of streams would make gradients of their weights differences of large terms.
         | {"rms_norm_eps": 0.1, **dict.fromkeys(("bos_token_id", "eos_token_id", "pad_token_id"))},
     ),
+    "hy_v4": Case(
+        "hy_v4",
+        "HYV4ForCausalLM",
+        "HYV4Config",
+        {key: value for key, value in LATENT.items() if key not in ("first_k_dense_replace", "num_key_value_heads")}
+        | {"q_lora_rank": 14, "index_topk": 5, "index_n_heads": 13, "index_head_dim": 8, "hc_mult": 3}
+        # As of glm5_next.
+        | {"rms_norm_eps": 0.1, "swiglu_limit": 0.5}
+        | dict.fromkeys(("bos_token_id", "eos_token_id", "pad_token_id")),
+    ),
     "bailing_hybrid": Case(
         "bailing_hybrid",
         "BailingHybridForCausalLM",
@@ -850,6 +881,7 @@ CASES: dict[str, Case] = {
     "internvl": internvl(**DECODER, pad_token_id=0),
     "qwen2_5_vl": qwen_vl(**DECODER),
     "muse_glimmer": muse_glimmer(),
+    "step3p7": step3p7(),
     "mistral3": mistral3("Mistral"),
     "mistral3 of ministral3": mistral3("Ministral3"),
     "kimi_k25": kimi_k25(),

@@ -192,6 +192,17 @@ CASES: dict[str, dict[str, Any]] = {
         "moe": {**FOUR_LAYERS["afmoe"]["moe"], "moe_layer_freq": "([0]*1+[1]*3)"},
     },
     "minimax_m3_vl": convert_cases.MINIMAX_M3_VL,
+    "hy_v4": {
+        **FOUR_LAYERS["hy_v4"],
+        "moe": {**FOUR_LAYERS["hy_v4"]["moe"], "moe_layer_freq": "([0]*1+[1]*3)"},
+    },
+    "step3p7": {
+        **FOUR_LAYERS["step3p7"],
+        "window_attn_skip_freq": "[0,1,1,0]",
+        "expert_swiglu_limits": [0.0, 0.0, 0.1, 0.0],
+        "shared_expert_swiglu_limits": [0.3, 0.0, 0.2, 0.0],
+        "moe": {**FOUR_LAYERS["step3p7"]["moe"], "moe_layer_freq": "([0]*1+[1]*3)"},
+    },
     "mimo_v2_flash": {
         **FOUR_LAYERS["mimo_v2_flash"],
         "window_attn_skip_freq": "[0,1,1,0]",
@@ -223,6 +234,8 @@ NO_MEGATRON = {
         "lfm3",
         "afmoe",
         "mimo_v2_flash",
+        "step3p7",
+        "hy_v4",
         "qwen_next",
         "qwen_next_experts",
         "olmo_hybrid",

@@ -89,11 +89,13 @@ FAMILIES: dict[str, dict[str, Any]] = {
         "lfm3",
         "afmoe",
         "mimo_v2_flash",
+        "step3p7",
+        "hy_v4",
     )
 }
 UNSHARED = "mistral_large4 without shared latents"
 ON_DEMAND = ("lfm3", "afmoe", "longcat_flash", "mistral_large4", UNSHARED)
-ON_DEMAND += ("mimo_v2_flash", "mimo_v2_flash that predicts", "bailing_hybrid", "glm5_next", "kimi_k3")
+ON_DEMAND += ("mimo_v2_flash", "mimo_v2_flash that predicts", "bailing_hybrid", "glm5_next", "kimi_k3", "step3p7", "hy_v4")
 """Families all of whose layouts are exhaustive: what these divide is divided in families above too."""
 ROTARY_GPT = {"position_embedding_type": "rope", "normalization": "RMSNorm", "add_bias_linear": False}
 FAMILIES[UNSHARED] = {**FAMILIES["mistral_large4"], "kv_source_layers": None}
@@ -132,7 +134,7 @@ REFUSED |= {("longcat_flash", "tp-sp"), ("longcat_flash", "cp")}
 # Gradients of an indexer's norm nearly cancel, too, since a shift of all scores changes nothing.
 REFUSED |= {("deepseek_v32 that learns", "tp-sp")}
 # A choice is among the keys of the whole sequence.
-CHOOSING = ("qwen4_exp", "glm5_next", "deepseek_v32", "deepseek_v4", "glm_5", "minimax_m3", "mistral_large4")
+CHOOSING = ("qwen4_exp", "glm5_next", "deepseek_v32", "deepseek_v4", "glm_5", "minimax_m3", "mistral_large4", "hy_v4")
 REFUSED |= {(name, "cp") for name in FAMILIES if name.startswith(CHOOSING)}
 ELSEWHERE = {("deepseek_v4", "pp"), ("deepseek_v4", "ep")}
 """In tests/models/test_moe_layouts.py too, with losses of indexers and multi-token prediction."""

@@ -221,6 +221,7 @@ REFERENCES: dict[str, dict[str, Any]] = {
     "gemma4_experts": {**ODD, "num_global_query_groups": 3},
     # Layers with a window have twice the key-value heads.
     "mimo_v2_flash": {**ODD, "num_query_groups": 3},
+    "step3p7": {**ODD, "num_window_attention_heads": 10},
     "t5": {"hidden_size": 36, "num_attention_heads": 6, "vocab_size": 103},
     "llava": {},
     # Four of the six channels of a head are rotated. Texts of 9 and 14 positions and of 22 and 25 stay on one side of

@@ -29,6 +29,7 @@ MOE_MODELS = (
     "deepseek_v4",
     "glm4_moe_lite",
     "hy_v3",
+    "hy_v4",
     "muse_glimmer",
     "qwen4_exp",
     "kimi_linear",
@@ -53,6 +54,7 @@ MOE_MODELS = (
     "lfm2",
     "afmoe",
     "mimo_v2_flash",
+    "step3p7",
 )
 
 

@@ -436,6 +436,20 @@ HY3 = {
     "route_norm": True, "router_scaling_factor": 2.826, "sep_token_id": 120007, "tie_word_embeddings": False,
     "transformers_version": "5.6.0", "use_cache": True, "use_grouped_mm": False, "vocab_size": 120832,
 }  # fmt: skip
+HY4_PREVIEW = {
+    "architectures": ["HYV4ForCausalLM"], "attention_bias": False, "attention_dropout": 0.0, "bos_token_id": 120000,
+    "dtype": "bfloat16", "eos_token_id": 120025, "hc_eps": 1e-06, "hc_magnitude": 2.0, "hc_mult": 4, "head_dim": 64,
+    "hidden_act": "silu", "hidden_size": 2816, "index_head_dim": 128, "index_n_heads": 16, "index_topk": 2048,
+    "indexer_types": ["full" if layer == 0 or layer % 4 == 1 else "shared" for layer in range(34)],
+    "initializer_range": 0.006, "intermediate_size": 6912, "kv_lora_rank": 512, "learnable_sink_init": 0.0,
+    "max_position_embeddings": 262144, "mlp_layer_types": ["dense"] + ["sparse"] * 33, "model_type": "hy_v4",
+    "moe_intermediate_size": 768, "n_group": 1, "n_routed_experts": 256, "n_shared_experts": 1,
+    "norm_topk_prob": True, "num_attention_heads": 32, "num_experts_per_tok": 8, "num_hidden_layers": 34,
+    "num_key_value_heads": 32, "pad_token_id": 120002, "q_lora_rank": 1536, "qk_nope_head_dim": 192,
+    "qk_rope_head_dim": 64, "rms_norm_eps": 1e-05, "rope_parameters": {"rope_theta": 10000.0, "rope_type": "default"},
+    "routed_scaling_factor": 2.827, "swiglu_limit": 10.0, "tie_word_embeddings": False, "topk_group": 1,
+    "use_cache": True, "v_head_dim": 256, "vocab_size": 120832,
+}  # fmt: skip
 MIMO_V2_FLASH = {
     "add_full_attention_sink_bias": False, "add_swa_attention_sink_bias": True,
     "architectures": ["MiMoV2FlashForCausalLM"], "attention_bias": False, "attention_chunk_size": 128,
@@ -535,6 +549,40 @@ LING_3_FLASH = {
     "max_position_embeddings": 262144, "moe_intermediate_size": 768, "moe_shared_expert_intermediate_size": 768,
     "num_attention_heads": 32, "num_experts": 512, "num_hidden_layers": 42, "num_key_value_heads": 32,
     "num_nextn_predict_layers": 1, "q_lora_rank": None,
+}  # fmt: skip
+STEP_3_7_FLASH = {
+    "architectures": ["Step3p7ForConditionalGeneration"], "image_token_id": 128001, "model_type": "step3p7",
+    "projector_bias": False, "understand_projector_stride": 2,
+    "text_config": {
+        "architectures": ["Step3p5ForCausalLM"], "att_impl_type": "GQA",
+        "attention_other_setting": {
+            "attention_type": "sliding_attention", "head_dim": 128, "num_attention_groups": 8,
+            "num_attention_heads": 96, "true_head_dim": 128,
+        },
+        "bos_token_id": 0, "eos_token_id": [1, 2, 128007], "head_dim": 128, "hidden_size": 4096,
+        "intermediate_size": 11264,
+        "layer_types": ["sliding_attention" if layer % 4 else "full_attention" for layer in range(48)],
+        "max_position_embeddings": 262144, "max_seq_len": 262144, "model_type": "step3p5",
+        "moe_every_n_layer": 1, "moe_intermediate_size": 1280, "moe_layer_offset": 0,
+        "moe_layers_enum": ",".join(map(str, range(3, 45))), "moe_num_experts": 288,
+        "moe_router_activation": "sigmoid", "moe_router_scaling_factor": 3.0, "moe_top_k": 8, "need_fp32_gate": True,
+        "norm_expert_weight": True, "num_attention_groups": 8, "num_attention_heads": 64, "num_hidden_layers": 45,
+        "num_nextn_predict_layers": 3,
+        "partial_rotary_factors": [1.0 if layer % 4 else 0.5 for layer in range(48)],
+        "rope_scaling": {
+            "factor": 2.0, "high_freq_factor": 32.0, "low_freq_factor": 1.0,
+            "original_max_position_embeddings": 131072, "rope_type": "llama3",
+        },
+        "rope_theta": [10000.0 if layer % 4 else 5000000.0 for layer in range(48)], "share_expert_dim": 1280,
+        "sliding_window": 512, "swiglu_limits": [0.0] * 43 + [7] * 2 + [0.0] * 3,
+        "swiglu_limits_shared": [0.0] * 43 + [16] * 2 + [0.0] * 3, "torch_dtype": "bfloat16",
+        "use_head_wise_attn_gate": True, "use_moe": True, "use_moe_router_bias": True, "use_qk_norm": True,
+        "use_rope_layers": [], "vocab_size": 128896, "yarn_only_types": ["full_attention"], "zero_centered": True,
+    },
+    "vision_config": {
+        "heads": 16, "image_size": 728, "layers": 47, "model_type": "perception_encoder", "patch_size": 14,
+        "width": 1536,
+    },
 }  # fmt: skip
 GPT_OSS_20B = {
     "architectures": ["GptOssForCausalLM"], "attention_bias": True, "attention_dropout": 0.0, "eos_token_id": 200002,
@@ -1274,6 +1322,8 @@ PUBLISHED: dict[str, tuple[str, dict[str, Any]]] = {
     "glm-5.3-flash (text)": ("glm5_next", GLM_5_3_FLASH),
     "ling-3.0-flash": ("bailing_hybrid", LING_3_FLASH),
     "kimi-k3 (without MXFP4, from descriptions)": ("kimi_k3", KIMI_K3),
+    "hy4-preview": ("hy_v4", HY4_PREVIEW),
+    "step-3.7-flash (text)": ("step3p7", STEP_3_7_FLASH),
     "gpt-oss-20b": ("gpt_oss", GPT_OSS_20B),
     "olmoe-1b-7b": ("olmoe", OLMOE_1B_7B),
     "granite-3.0-1b-a400m": ("granite_moe", GRANITE_MOE_1B),

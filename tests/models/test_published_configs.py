@@ -36,6 +36,7 @@ WITHOUT_EFFECT = {
     "qwen4-exp": {"model_type", "architectures"},
     "muse-glimmer-30b": {"out_hidden_size", "projector_hidden_size"},
     "mimo-v2-flash (without FP8)": {"sliding_window"},
+    "hy4-preview": {"pad_token_id"},
     "ling-3.0-tiny": {"pad_token_id", "architectures"},
     "glm-5.3-flash (text)": {"model_type", "architectures"},
     "ling-3.0-flash": {"pad_token_id", "architectures", "num_nextn_predict_layers"},

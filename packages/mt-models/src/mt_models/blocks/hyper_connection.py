@@ -20,12 +20,12 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from mt_core.nn.layout import LayoutModule, ParameterLayout, normal, ones, sequence_axes, zeros
+from mt_core.nn.layout import Init, LayoutModule, ParameterLayout, normal, ones, sequence_axes, zeros
 from mt_core.parallel.context import ParallelContext
 
 
-class HyperConnectionConfigLike(Protocol):
-    """What hyper-connections read from the configuration of their model."""
+class StreamConfigLike(Protocol):
+    """What weights of streams read from the configuration of their model."""
 
     @property
     def hidden_size(self) -> int: ...
@@ -36,30 +36,44 @@ class HyperConnectionConfigLike(Protocol):
     @property
     def hyper_connection_streams(self) -> int: ...
     @property
-    def hyper_connection_iterations(self) -> int: ...
-    @property
     def hyper_connection_epsilon(self) -> float: ...
+
+
+class HyperConnectionConfigLike(StreamConfigLike, Protocol):
+    """What hyper-connections read beside it."""
+
+    @property
+    def hyper_connection_iterations(self) -> int: ...
 
 
 class StreamWeights(LayoutModule):
     """Numbers of each token from its streams: scale * (weight vec(X) / rms(vec(X))) + bias, in fp32 as its parameters.
 
-    weight [outputs, n H], bias [outputs], scale [scales].
+    weight [outputs, n H], bias [outputs], scale [scales]. first_bias, first_scale: their initial values.
     """
 
     weight: Tensor
     bias: Tensor
     scale: Tensor
 
-    def __init__(self, config: HyperConnectionConfigLike, outputs: int, scales: int, ctx: ParallelContext) -> None:
+    def __init__(
+        self,
+        config: StreamConfigLike,
+        outputs: int,
+        scales: int,
+        ctx: ParallelContext,
+        *,
+        first_bias: Init = zeros,
+        first_scale: Init = ones,
+    ) -> None:
         super().__init__(ctx)
         self.streams, self.epsilon = config.hyper_connection_streams, config.norm_epsilon
         # Sequence parallelism gives each rank other positions.
         partial, width = sequence_axes(ctx), self.streams * config.hidden_size
         for name, shape, init in (
             ("weight", (outputs, width), normal(config.init_method_std)),
-            ("bias", (outputs,), zeros),
-            ("scale", (scales,), ones),
+            ("bias", (outputs,), first_bias),
+            ("scale", (scales,), first_scale),
         ):
             self.declare(name, ParameterLayout(shape, init, partial_gradient=partial, dtype=torch.float32))
 
@@ -92,8 +106,9 @@ class HyperConnection(StreamWeights):
 class HyperHead(StreamWeights):
     """Sum of the streams [B, S, n H] -> [B, S, H], each with a weight sigmoid(.) + eps of the token."""
 
-    def __init__(self, config: HyperConnectionConfigLike, ctx: ParallelContext) -> None:
-        super().__init__(config, config.hyper_connection_streams, 1, ctx)
+    def __init__(self, config: StreamConfigLike, ctx: ParallelContext, **first: Init) -> None:
+        """first: see StreamWeights."""
+        super().__init__(config, config.hyper_connection_streams, 1, ctx, **first)
         self.floor = config.hyper_connection_epsilon
 
     def forward(self, streams: Tensor) -> Tensor:
@@ -103,9 +118,10 @@ class HyperHead(StreamWeights):
 class StreamOutput(nn.Module):
     """norm(sum of streams), the input of the LM head: [B, S, n H] -> [B, S, H]"""
 
-    def __init__(self, config: HyperConnectionConfigLike, norm: nn.Module, ctx: ParallelContext) -> None:
+    def __init__(self, config: StreamConfigLike, norm: nn.Module, ctx: ParallelContext, **first: Init) -> None:
+        """first: see StreamWeights."""
         super().__init__()
-        self.hyper_head = HyperHead(config, ctx)
+        self.hyper_head = HyperHead(config, ctx, **first)
         self.norm = norm
 
     def forward(self, streams: Tensor) -> Tensor:

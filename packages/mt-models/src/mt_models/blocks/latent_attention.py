@@ -147,7 +147,7 @@ class LatentAttention(nn.Module):
             return self.queries(source, angles), *self.keys_and_values(self.linear_kv_up_proj(latents), positional)
 
         def attend(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-            return self.core(q, k, v, pattern, self.dropout.begin())
+            return self.attend_heads(q, k, v, pattern)
 
         return remade(heads, attend) if self.remakes_heads else attend(*heads())
 
@@ -194,7 +194,11 @@ class LatentAttention(nn.Module):
 
     def expanded(self, q: Tensor, rows: Tensor, positional: Tensor, pattern: AttentionPattern) -> Tensor:
         """rows [B, T, heads of this rank x (plain + value)] -> [B, S, heads of this rank, value]"""
-        return self.core(q, *self.keys_and_values(rows, positional), pattern, self.dropout.begin())
+        return self.attend_heads(q, *self.keys_and_values(rows, positional), pattern)
+
+    def attend_heads(self, q: Tensor, k: Tensor, v: Tensor, pattern: AttentionPattern) -> Tensor:
+        """q [B, S, N, plain + rotated], k [B, T, N, plain + rotated], v [B, T, N, value] -> [B, S, N, value]"""
+        return self.core(q, k, v, pattern, self.dropout.begin())
 
     def absorbed(self, q: Tensor, latents: Tensor, positional: Tensor, pattern: AttentionPattern) -> Tensor:
         """latents [B, T, C], positional [B, T, 1, R] -> [B, S, heads of this rank, value]
@@ -208,15 +212,23 @@ class LatentAttention(nn.Module):
         # One key-value group for all heads: keys [B, T, 1, C + R], values [B, T, 1, C].
         keys = torch.cat((latents.unsqueeze(2), positional), -1)
         query = torch.cat((plain, turned), -1) * correction
-        return self._expanded_values(sdpa_attention(query, keys, latents.unsqueeze(2), pattern, 0.0))
+        return self._expanded_values(self.attend_shared(query, keys, latents.unsqueeze(2), pattern))
+
+    def attend_shared(self, q: Tensor, k: Tensor, v: Tensor, pattern: AttentionPattern) -> Tensor:
+        """The same over one key-value group for all heads, without dropout and without a backward pass."""
+        return sdpa_attention(q, k, v, pattern, 0.0)
 
     def paged(self, pages: Pages, q: Tensor, latents: Tensor, positional: Tensor) -> Tensor:
         """`absorbed` over all places of a paged cache: latents [places, C], positional [places, 1, R]"""
         # [places, 1, C]. The same memory is key and value: the page has no second copy.
         values = latents.unsqueeze(1)
+        queries, scores = self._absorbed_queries(q), self.paged_scores()
+        return self._expanded_values(pages.attend(queries, (values, positional), values, scores))
+
+    def paged_scores(self) -> PagedScores:
+        """The scores of `attend_shared`, for decoding from a paged cache."""
         # No correction here: the scale is given, where the core derives it from the size of the queries.
-        scores = PagedScores((self.plain + self.rotated) ** -0.5)
-        return self._expanded_values(pages.attend(self._absorbed_queries(q), (values, positional), values, scores))
+        return PagedScores((self.plain + self.rotated) ** -0.5)
 
     def _absorbed_queries(self, q: Tensor) -> tuple[Tensor, Tensor]:
         """[B, S, N, plain + rotated] -> [B, S, N, C] for the latents, [B, S, N, R] for the rotated keys"""

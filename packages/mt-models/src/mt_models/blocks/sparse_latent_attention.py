@@ -106,10 +106,10 @@ class SparseLatentAttention(LatentAttention):
         if cache is not None:
             chosen = self._chosen_cached(x, source, pattern, angles, cache)
             q, latents = self.queries(source, angles), self.of_all_positions(latents)
-            return self.linear_proj(self._attend_cached(q, chosen, latents, positional, pattern, cache).flatten(2))
+            return self.output(self._attend_cached(q, chosen, latents, positional, pattern, cache), x)
         scores = self._scores(x, source, angles)
         sparse = self._sparse_pattern(scores, pattern, angles, x)
-        out = self.linear_proj(self.over_sequence(source, latents, positional, sparse, angles).flatten(2))
+        out = self.output(self.over_sequence(source, latents, positional, sparse, angles), x)
         if self.loss is None or scores is None:
             return out
         target = self._target(source, latents, positional, angles)
@@ -221,4 +221,8 @@ class SparseLatentAttention(LatentAttention):
         scores = scores * (self.plain + self.rotated) ** -0.5
         # A sequence of fewer than K positions has chosen some behind its last.
         scores = scores.masked_fill((rows > pages.last[:, None]).unsqueeze(1), float("-inf"))
-        return self._expanded_values((scores.softmax(-1).to(own.dtype) @ own)[None])
+        return self._expanded_values((self.key_weights(scores).to(own.dtype) @ own)[None])
+
+    def key_weights(self, scores: Tensor) -> Tensor:
+        """Scores [B, N, K] of each head in fp32 -> the weights of the keys."""
+        return scores.softmax(-1)
