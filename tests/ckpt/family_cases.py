@@ -121,6 +121,7 @@ AUTO = {
     "Kimi_K25ForConditionalGeneration": "AutoModelForImageTextToText",
     "MuseGlimmerForConditionalGeneration": "AutoModelForImageTextToText",
     "Step3p7ForConditionalGeneration": "AutoModelForImageTextToText",
+    "MuseSparkForConditionalGeneration": "AutoModelForImageTextToText",
     "MiniMaxM3SparseForConditionalGeneration": "AutoModelForImageTextToText",
     "Qwen3_5MoeForConditionalGeneration": "AutoModelForImageTextToText",
     "Qwen3VLMoeForConditionalGeneration": "AutoModelForImageTextToText",
@@ -346,6 +347,24 @@ def mistral_large4() -> Case:
     tower = ("vision_encoder.", "model.vision_tower.", "model.multi_modal_projector.")
     model = "MistralLarge4ForConditionalGeneration"
     return Case("mistral_large4", model, "MistralLarge4Config", {}, parts=parts, unused=tower)
+
+
+def muse_spark(**text_keys: Any) -> Case:
+    glimmer = muse_glimmer()
+    _, vision = glimmer.parts["vision_config"]
+    _, text = glimmer.parts["text_config"]
+    text = {**text, "num_local_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 12}
+    text |= {"moe_hidden_size": 20, "experts_implementation": "eager"}
+    sounds = {"patch_sizes": [2], "hidden_sizes": [4], "depths": [1], "num_hidden_layers": 1, "out_hidden_size": 32}
+    parts = {
+        "vision_config": ("MuseSparkVisionConfig", vision),
+        "audio_config": ("MuseSparkAudioConfig", sounds),
+        "text_config": ("MuseSparkTextConfig", {**text, **text_keys}),
+    }
+    keys = {**glimmer.keys, "audio_token_id": AUDIO}
+    unused = (*glimmer.unused, "model.audio_tower.")
+    model = "MuseSparkForConditionalGeneration"
+    return Case("muse_spark", model, "MuseSparkConfig", keys, parts=parts, unused=unused)
 
 
 def kimi_k25(**text_keys: Any) -> Case:
@@ -656,6 +675,18 @@ CASES: dict[str, Case] = {
         {key: value for key, value in LATENT.items() if key != "first_k_dense_replace"} | {"q_lora_rank": 14},
     ),
     "deepseek_v4": compressed(),
+    "inkling_text": Case(
+        "inkling",
+        "InklingForCausalLM",
+        "InklingTextConfig",
+        MOE
+        | {"head_dim": 10, "swa_num_attention_heads": 6, "swa_num_key_value_heads": 3, "swa_head_dim": 8}
+        | {"sliding_window_size": 5, "d_rel": 6, "rel_extent": 7, "log_scaling_n_floor": 4, "n_shared_experts": 2}
+        | {"n_routed_experts": 4, "moe_intermediate_size": 12, "logits_mup_width_multiplier": 2.0}
+        | {"layer_types": ["hybrid_sliding", "hybrid", "hybrid_sliding"]}
+        | {"mlp_layer_types": ["dense", "sparse", "sparse"]}
+        | dict.fromkeys(("bos_token_id", "eos_token_id", "pad_token_id")),
+    ),
     "hy_v3": moe_case("hy_v3", "HYV3", num_experts=4, moe_intermediate_size=12, num_shared_experts=2, head_dim=12),
     "kimi_linear": Case(
         "kimi_linear",
@@ -882,6 +913,7 @@ CASES: dict[str, Case] = {
     "qwen2_5_vl": qwen_vl(**DECODER),
     "muse_glimmer": muse_glimmer(),
     "step3p7": step3p7(),
+    "muse_spark": muse_spark(),
     "mistral3": mistral3("Mistral"),
     "mistral3 of ministral3": mistral3("Ministral3"),
     "kimi_k25": kimi_k25(),

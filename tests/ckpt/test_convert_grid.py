@@ -92,6 +92,14 @@ CASES: dict[str, dict[str, Any]] = {
         "moe": {**FOUR_LAYERS["kimi_linear"]["moe"], "moe_layer_freq": "([0]*1+[1]*3)"},
     },
     "muse_glimmer": FOUR_LAYERS["muse_glimmer"],
+    "muse_spark": {
+        **FOUR_LAYERS["muse_spark"],
+        "moe": {**FOUR_LAYERS["muse_spark"]["moe"], "moe_layer_freq": "([0]*1+[1]*3)"},
+    },
+    "inkling": {
+        **FOUR_LAYERS["inkling"],
+        "moe": {**FOUR_LAYERS["inkling"]["moe"], "moe_layer_freq": "([0]*1+[1]*3)"},
+    },
     "hy_v3": {
         **FOUR_LAYERS["hy_v3"],
         "moe": {**FOUR_LAYERS["hy_v3"]["moe"], "moe_layer_freq": "([0]*1+[1]*3)"},
@@ -245,7 +253,7 @@ NO_MEGATRON = {
     "qwen3_omni",
     *("gemma4_vl", "gemma4_vl_experts", "modernbert", "rwkv7", "minimax_m3_vl"),
     *("nemotron_3", "granite_hybrid", "falcon_h1", "mistral4", "jamba", "mistral3", "kimi_k25", "minimax_m3"),
-    *("hy_v3", "muse_glimmer", "qwen4_exp", "bailing_hybrid", "glm5_next", "kimi_k3"),
+    *("hy_v3", "muse_glimmer", "muse_spark", "inkling", "qwen4_exp", "bailing_hybrid", "glm5_next", "kimi_k3"),
     *("ernie4_5_moe", "hunyuan_v1_moe", "lfm2_moe", "dots1", "solar_open", "exaone_moe"),
     *("mistral_large4", "longcat_flash"),
     *(name for name in CASES if name.endswith(("_classification", "_multiple_choice"))),

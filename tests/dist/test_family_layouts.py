@@ -73,6 +73,8 @@ FAMILIES: dict[str, dict[str, Any]] = {
         "kimi_linear",
         "hy_v3",
         "muse_glimmer",
+        "muse_spark",
+        "inkling",
         "qwen4_exp",
         "bailing_hybrid",
         "glm5_next",
@@ -96,6 +98,7 @@ FAMILIES: dict[str, dict[str, Any]] = {
 UNSHARED = "mistral_large4 without shared latents"
 ON_DEMAND = ("lfm3", "afmoe", "longcat_flash", "mistral_large4", UNSHARED)
 ON_DEMAND += ("mimo_v2_flash", "mimo_v2_flash that predicts", "bailing_hybrid", "glm5_next", "kimi_k3", "step3p7", "hy_v4")
+ON_DEMAND += ("muse_spark", "inkling")
 """Families all of whose layouts are exhaustive: what these divide is divided in families above too."""
 ROTARY_GPT = {"position_embedding_type": "rope", "normalization": "RMSNorm", "add_bias_linear": False}
 FAMILIES[UNSHARED] = {**FAMILIES["mistral_large4"], "kv_source_layers": None}
@@ -133,6 +136,8 @@ REFUSED |= {("qwen_next", "tp-sp"), ("qwen_next that predicts", "tp-sp")}
 REFUSED |= {("longcat_flash", "tp-sp"), ("longcat_flash", "cp")}
 # Gradients of an indexer's norm nearly cancel, too, since a shift of all scores changes nothing.
 REFUSED |= {("deepseek_v32 that learns", "tp-sp")}
+# Biases by distance and convolutions are over whole sequences.
+REFUSED |= {("inkling", "cp")}
 # A choice is among the keys of the whole sequence.
 CHOOSING = ("qwen4_exp", "glm5_next", "deepseek_v32", "deepseek_v4", "glm_5", "minimax_m3", "mistral_large4", "hy_v4")
 REFUSED |= {(name, "cp") for name in FAMILIES if name.startswith(CHOOSING)}

@@ -92,7 +92,7 @@ CACHED_AS_OTHERS = {
     *("seed_oss", "granite", "ernie4_5", "hunyuan", "qwen_moe", "olmoe", "minimax_m2", "granite_moe", "exaone4"),
     *("glm4_moe_lite", "qwen_next_experts", "lfm3", "ernie4_5_moe", "hunyuan_v1_moe", "lfm2_moe"),
     "afmoe",
-    *("hy_v3", "longcat_flash", "kimi_k3"),
+    *("hy_v3", "longcat_flash", "kimi_k3", "muse_spark"),
     *("dots1", "solar_open", "exaone_moe"),
 }
 """Families with the cache and the positions of others; the tokens of all are compared with transformers' below."""
@@ -219,6 +219,7 @@ REFERENCES: dict[str, dict[str, Any]] = {
         for name in ("hybrid", "nemotron_3", "granite_hybrid", "falcon_h1")
     },
     "gemma4_experts": {**ODD, "num_global_query_groups": 3},
+    "inkling": {**ODD, "window_query_groups": 3},
     # Layers with a window have twice the key-value heads.
     "mimo_v2_flash": {**ODD, "num_query_groups": 3},
     "step3p7": {**ODD, "num_window_attention_heads": 10},
@@ -235,8 +236,8 @@ REFERENCES: dict[str, dict[str, Any]] = {
 }
 
 
-NO_TOWER = ("model.vision_", "model.multi_modal_projector.")
-"""Tensors of an image tower, which a decoder has none of although transformers knows it beside one alone."""
+NO_TOWER = ("model.vision_", "model.audio_tower.", "model.multi_modal_projector.")
+"""Tensors of a tower, which a decoder has none of although transformers knows it beside one alone."""
 
 
 def reference_of(config: Config, model: nn.Module, folder: Path) -> nn.Module:

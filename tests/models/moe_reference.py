@@ -31,6 +31,8 @@ MOE_MODELS = (
     "hy_v3",
     "hy_v4",
     "muse_glimmer",
+    "muse_spark",
+    "inkling",
     "qwen4_exp",
     "kimi_linear",
     "bailing_hybrid",

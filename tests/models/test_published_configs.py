@@ -35,6 +35,8 @@ WITHOUT_EFFECT = {
     "kimi-linear-48b-a3b": {"pad_token_id"},
     "qwen4-exp": {"model_type", "architectures"},
     "muse-glimmer-30b": {"out_hidden_size", "projector_hidden_size"},
+    "inkling (text)": {"model_type", "architectures"},
+    "muse-spark-816b-a42b": {"out_hidden_size", "projector_hidden_size", "audio_config"},
     "mimo-v2-flash (without FP8)": {"sliding_window"},
     "hy4-preview": {"pad_token_id"},
     "ling-3.0-tiny": {"pad_token_id", "architectures"},

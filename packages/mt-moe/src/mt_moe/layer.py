@@ -25,9 +25,10 @@ from mt_moe.dispatchers.config import read_options
 from mt_moe.dispatchers.interface import Dispatched, Dispatcher, OverlappingDispatcher, expert_placement
 from mt_moe.experts.experts import Experts
 from mt_moe.kernels.availability import triton_objection
+from mt_moe.latent_norms import ExpertOutputNorm, LatentNorm
 from mt_moe.permutation import Routing, RowKernels
 from mt_moe.routing.router import Router
-from mt_moe.tokens import join_tokens, partial_gradient_axes, share_ids, share_tokens
+from mt_moe.tokens import join_tokens, partial_gradient_axes, share_ids, share_tokens, whole_rows
 
 if TYPE_CHECKING:
     from mt_core.nn.build_context import ModelBuildContext
@@ -41,12 +42,16 @@ class SharedExperts(LayoutModule):
     """linear_fc2(activation(linear_fc1(x))), times sigmoid(x gate_weight^T) if gated: [B, S, H] -> the same.
 
     gate_weight: [1, H], replicated over tp. Several shared experts are one feed-forward of their total width.
+    scored: experts of equal widths whose outputs the router weighs.
     """
 
     gate_weight: Tensor | None
 
-    def __init__(self, shape: FeedForwardConfigLike, ffn_size: int, ctx: ParallelContext, *, gate: bool) -> None:
+    def __init__(
+        self, shape: FeedForwardConfigLike, ffn_size: int, ctx: ParallelContext, *, gate: bool, scored: int = 0
+    ) -> None:
         super().__init__(ctx)
+        self.scored = scored
         # A family whose shared experts have another activation than the routed ones says so.
         self.activation: Activation = getattr(shape, "shared_expert_activation", shape.activation)
         blocks = 2 if is_gated(self.activation) else 1
@@ -60,10 +65,21 @@ class SharedExperts(LayoutModule):
         layout = ParameterLayout((1, hidden), normal(shape.init_method_std), partial_gradient=sequence_axes(ctx))
         self.declare("gate_weight", layout if gate else None)
 
-    def forward(self, x: Tensor) -> Tensor:
+    def forward(self, x: Tensor, weights: Tensor | None = None) -> Tensor:
+        """weights [T, scored]: of the experts for this rank's tokens, where the router scores them."""
+        # [B, whole S, channels of this rank]
+        inner = activate(self.activation, self.linear_fc1(x))
+        if weights is not None:
+            inner = inner * self._weights_of_channels(whole_rows(weights, x, self.ctx), inner.shape[-1]).to(inner.dtype)
         # [B, S, H]
-        out = self.linear_fc2(activate(self.activation, self.linear_fc1(x)))
+        out = self.linear_fc2(inner)
         return out if self.gate_weight is None else out * linear(x, self.gate_weight, None).sigmoid()
+
+    def _weights_of_channels(self, weights: Tensor, count: int) -> Tensor:
+        """[B, S, scored] -> [B, S, channels of this rank]: those of expert 0 come first, over all ranks."""
+        size = count * self.ctx.tp.size // self.scored
+        channels = torch.arange(count, device=weights.device) + count * self.ctx.tp.rank
+        return weights[..., channels // size]
 
 
 Recomputed = Literal["moe", "shared_experts", "moe_act"]
@@ -129,6 +145,8 @@ class MoeLayer(nn.Module):
             init_std=shape.init_method_std,
             bias=bias if config.moe_router_bias is None else config.moe_router_bias,
             hashed_vocab=hashed_vocab(shape, config, layer),
+            logit_scale=getattr(shape, "router_logit_scale", 1.0),
+            scored_shared=scored_shared_experts(shape),
         )
         self.dispatcher = dispatcher
         fusion = permute_fusion(config, ctx)
@@ -152,7 +170,11 @@ class MoeLayer(nn.Module):
         if config.moe_latent_size is not None:
             self.fc1_latent_proj = Projection(shape.hidden_size, width, shape.init_method_std, ctx)
             self.fc2_latent_proj = Projection(width, shape.hidden_size, shape.output_init_std, ctx)
-        self.latent_norm = build_latent_norm(shape, config, ctx)
+        self.combined_layernorm = build_combined_norm(shape, config, ctx)
+        # Families with these norms give their epsilons.
+        latent_eps, output_eps = (getattr(shape, key, None) for key in ("moe_latent_epsilon", "moe_output_epsilon"))
+        self.latent_layernorm = None if latent_eps is None else LatentNorm(width, latent_eps, ctx)
+        self.expert_layernorm = None if output_eps is None else ExpertOutputNorm(width, output_eps, ctx)
         self.shared_experts = build_shared_experts(shape, config, ctx)
         self.overlapping = overlapping_dispatcher(dispatcher, config, ctx) if self.shared_experts is not None else None
 
@@ -167,15 +189,19 @@ class MoeLayer(nn.Module):
         routed_ids = share_ids(ids, self.ctx) if ids is not None and self.router.is_hashed else None
         routing = self.router(share if router_input is None else share_tokens(router_input, self.ctx), routed_ids)
         tokens = share.tokens if self.fc1_latent_proj is None else self.fc1_latent_proj(share.tokens)
+        if self.latent_layernorm is not None:
+            tokens = self.latent_layernorm(tokens)
         dispatched, shared = self._dispatch(tokens, routing, x)
         if dispatched.overflow is not None:
             self._note(dispatched.overflow)
         # [R, width] in the order of experts, or [n, width] in that of tokens where `order` is given
-        output = self.experts(dispatched.tokens, dispatched.weights, dispatched.counts, dispatched.order)
+        output = self.experts(
+            dispatched.tokens, dispatched.weights, dispatched.counts, dispatched.order, self.expert_layernorm
+        )
         # [T, width]
         combined = self.dispatcher.combine(output, dispatched.state)
-        if self.latent_norm is not None:
-            combined = self.latent_norm(combined)
+        if self.combined_layernorm is not None:
+            combined = self.combined_layernorm(combined)
         if self.fc2_latent_proj is not None:
             combined = self.fc2_latent_proj(combined)
         if routing.identity is not None:
@@ -190,10 +216,10 @@ class MoeLayer(nn.Module):
             return self.dispatcher.dispatch(tokens, routing), None
         if self.overlapping is None:
             dispatched = self.dispatcher.dispatch(tokens, routing)
-            return dispatched, self._recomputable("shared_experts", self.shared_experts, x)
+            return dispatched, self._recomputable("shared_experts", self.shared_experts, x, routing.shared)
         # The shared experts are launched between start and finish, so that they run while rows are sent.
         sending = self.overlapping.start_dispatch(tokens, routing)
-        shared = self._recomputable("shared_experts", self.shared_experts, x)
+        shared = self._recomputable("shared_experts", self.shared_experts, x, routing.shared)
         return self.overlapping.finish_dispatch(sending), shared
 
     def _note(self, overflow: Tensor) -> None:
@@ -276,13 +302,20 @@ def hashed_vocab(shape: MoeConfigLike, config: MoeConfig, layer: int) -> int | N
 
 def build_shared_experts(shape: MoeConfigLike, config: MoeConfig, ctx: ParallelContext) -> SharedExperts | None:
     size = config.moe_shared_expert_intermediate_size
-    return None if size is None else SharedExperts(shape, size, ctx, gate=config.moe_shared_expert_gate)
+    if size is None:
+        return None
+    return SharedExperts(shape, size, ctx, gate=config.moe_shared_expert_gate, scored=scored_shared_experts(shape))
 
 
-def build_latent_norm(shape: MoeConfigLike, config: MoeConfig, ctx: ParallelContext) -> RMSNorm | None:
+def scored_shared_experts(shape: MoeConfigLike) -> int:
+    """Shared experts that the router scores, of which a family says that it has some."""
+    return getattr(shape, "scored_shared_experts", 0)
+
+
+def build_combined_norm(shape: MoeConfigLike, config: MoeConfig, ctx: ParallelContext) -> RMSNorm | None:
     """The norm of the sum of the experts' latents before it is projected back, for a family that has one."""
     # A family that has it says its epsilon.
-    epsilon: float | None = getattr(shape, "expert_latent_norm_epsilon", None)
+    epsilon: float | None = getattr(shape, "moe_combined_epsilon", None)
     if epsilon is None or config.moe_latent_size is None:
         return None
     return RMSNorm(config.moe_latent_size, epsilon, ctx, partial_gradient_axes(ctx))

@@ -29,6 +29,7 @@ class Routing:
     micro-batch that is trained on. counts: [E] int64, choices of each expert, dropped ones too; None: not counted.
     identity: [T], what a token itself counts, the weights of its experts that return it; None: there are none. Among
     experts these are numbers from E on, and dropped.
+    shared: [T, n], factors of the outputs of n shared experts; None: the router does not score these.
     """
 
     experts: Tensor
@@ -39,6 +40,7 @@ class Routing:
     training: bool = False
     counts: Tensor | None = None
     identity: Tensor | None = None
+    shared: Tensor | None = None
 
     @property
     def topk(self) -> int:

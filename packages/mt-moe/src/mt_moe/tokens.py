@@ -16,7 +16,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from mt_core.nn.layout import AxisName
-from mt_core.parallel.collectives import gather_copies, reduce_from, split_to
+from mt_core.parallel.collectives import gather_copies, gather_from, reduce_from, split_to
 from mt_core.parallel.context import Axis, ParallelContext
 
 
@@ -89,6 +89,18 @@ def join_tokens(tokens: Tensor, like: Tensor, ctx: ParallelContext) -> Tensor:
         # Every tensor-parallel rank then has all tokens and computes the same, hence gather_copies.
         tokens = gather_copies(_fill(tokens, size), 0, ctx.tp)[:count]
     return tokens.view(like.shape)
+
+
+def whole_rows(rows: Tensor, like: Tensor, ctx: ParallelContext) -> Tensor:
+    """rows [T, n] of this rank's tokens, from share_tokens of `like` [B, S, H] -> [B, whole S, n] on every
+    tensor-parallel rank. Backward sums their gradients: each rank uses the rows for other channels."""
+    batch, length, _ = like.shape
+    if ctx.sequence_parallel:
+        return gather_from(rows.view(batch, length, -1), 1, ctx.tp)
+    if ctx.tp.size > 1:
+        _, size, _ = _slice_of_rank(batch * length, ctx.tp)
+        rows = gather_from(_fill(rows, size), 0, ctx.tp)[: batch * length]
+    return rows.view(batch, length, -1)
 
 
 def _slice_of_rank(count: int, axis: Axis) -> tuple[int, int, int]:

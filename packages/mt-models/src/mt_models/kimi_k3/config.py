@@ -29,7 +29,7 @@ class KimiK3Config(KimiLinearConfig):
         return f"situ:{self.situ_beta},{self.situ_linear_beta}"
 
     @property
-    def expert_latent_norm_epsilon(self) -> float:
+    def moe_combined_epsilon(self) -> float:
         """Added to the mean square in the norm of the experts' latents."""
         return self.norm_epsilon
 

@@ -57,7 +57,7 @@ DELTA = {
 }
 LATENTS = {
     "mlp.fc1_latent_proj": "ffn_routed_down",
-    "mlp.latent_norm": "ffn_routed_norm",
+    "mlp.combined_layernorm": "ffn_routed_norm",
     "mlp.fc2_latent_proj": "ffn_routed_up",
 }
 OUTPUT = "decoder.final_layernorm"

@@ -128,7 +128,7 @@ def _feed_forward(config: KimiK3Config, number: int) -> list[Rule]:
     rules = expert_rules(moe, NAMES, always_biased=True)
     if moe["moe_latent_size"] is None:
         return rules
-    norm = Same(f"{OURS}mlp.latent_norm.weight", f"{THEIRS}{kimi_linear.MOE}routed_expert_norm.weight")
+    norm = Same(f"{OURS}mlp.combined_layernorm.weight", f"{THEIRS}{kimi_linear.MOE}routed_expert_norm.weight")
     return [*rules, norm]
 
 

@@ -41,6 +41,11 @@ class MuseGlimmerConfig(RMSNormDecoderConfig):
     video_token_id: NonNegativeInt | None = None
     """The same of a video."""
 
+    @property
+    def tokens_of_other_media(self) -> tuple[int, ...]:
+        """Tokens that are embedded as token 0."""
+        return tuple(i for i in (self.image_token_id, self.video_token_id) if i is not None)
+
     def window_of(self, layer: int) -> int | None:
         return None if self.marked_layers(GLOBAL)[layer] else self.sliding_window
 

@@ -65,25 +65,28 @@ class GroupedQueriesAndGates(Rule):
 
 
 def name_map(config: MuseGlimmerConfig) -> NameMap:
-    rows = tuple(f"{THEIRS}self_attn.{name}_proj.weight" for name in ("q", "gate", "k", "v"))
-    layer = [
-        *norm_rules(NORMS),
-        GroupedQueriesAndGates(
-            f"{OURS}self_attention.linear_qkv.weight",
-            rows,
-            groups=config.query_groups,
-            heads=config.num_attention_heads,
-        ),
-        Same(f"{OURS}self_attention.linear_proj.weight", f"{THEIRS}self_attn.o_proj.weight"),
-        *feed_forward_rules(),
-    ]
-    names = decoder_name_map(config, layer)
-    rules = [replace(rule, theirs=tuple(_within(name) for name in rule.sources)) for rule in names.rules]
-    return NameMap(rules, 0, names.ignored | TOWER)
+    names = decoder_name_map(config, [*norm_rules(NORMS), *row_rules(config), *feed_forward_rules()])
+    return NameMap([within(rule) for rule in names.rules], 0, names.ignored | TOWER)
+
+
+def row_rules(config: MuseGlimmerConfig) -> list[Rule]:
+    """The matrices of attention."""
+    qkv = GroupedQueriesAndGates(
+        f"{OURS}self_attention.linear_qkv.weight",
+        tuple(f"{THEIRS}self_attn.{name}_proj.weight" for name in ("q", "gate", "k", "v")),
+        groups=config.query_groups,
+        heads=config.num_attention_heads,
+    )
+    return [qkv, Same(f"{OURS}self_attention.linear_proj.weight", f"{THEIRS}self_attn.o_proj.weight")]
+
+
+def within(rule: Rule) -> Rule:
+    """The rule for files that hold a tower too, from that for files of a decoder alone."""
+    names = tuple(_within(name) for name in rule.sources)
+    return replace(rule, theirs=names, others=tuple(within(other) for other in rule.others))
 
 
 def _within(name: str) -> str:
-    """The name within a file that holds a tower too, from that of a decoder alone."""
     return name if name.startswith("lm_head.") else name.replace("model.", "model.language_model.", 1)
 
 

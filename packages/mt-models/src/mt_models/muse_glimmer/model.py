@@ -9,6 +9,7 @@ no weights.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from functools import partial
 
 import torch
@@ -29,16 +30,16 @@ from mt_models.muse_glimmer.config import MuseGlimmerConfig
 class NormalizedEmbedding(TokenEmbedding):
     """Token embeddings divided by their root mean square. A tied LM head has them as they are stored.
 
-    Tokens in the place of pictures are embedded as token 0.
+    Tokens in the place of other media are embedded as token 0.
     """
 
     def __init__(self, config: MuseGlimmerConfig, ctx: ParallelContext) -> None:
         super().__init__(config, ctx)
         self.norm = ScaleFreeRMSNorm(config.norm_epsilon)
-        self.of_pictures = tuple(i for i in (config.image_token_id, config.video_token_id) if i is not None)
+        self.of_other_media = config.tokens_of_other_media
 
     def forward(self, tokens: Tensor, position_ids: Tensor) -> Tensor:
-        for number in self.of_pictures:
+        for number in self.of_other_media:
             tokens = tokens.masked_fill(tokens == number, 0)
         normed: Tensor = self.norm(super().forward(tokens, position_ids))
         return normed
@@ -70,16 +71,21 @@ class MuseGlimmerLayer(GemmaLayer):
 
 
 class MuseGlimmerModel(SoftcappedDecoder):
-    """tokens [B, S] -> logits [B, S, vocab]"""
+    """tokens [B, S] -> logits [B, S, vocab]. layer: the kind of its layers."""
 
     config: MuseGlimmerConfig
 
-    def __init__(self, config: MuseGlimmerConfig, context: ModelBuildContext) -> None:
+    def __init__(
+        self,
+        config: MuseGlimmerConfig,
+        context: ModelBuildContext,
+        layer: Callable[..., nn.Module] = MuseGlimmerLayer,
+    ) -> None:
         super().__init__(
             config,
             context,
             NormalizedEmbedding,
-            lambda number: MuseGlimmerLayer(config, context, number),
+            lambda number: layer(config, context, number),
             lambda: block_norm(config, context.parallel),
         )
         self.rotary = build_rotary(config)

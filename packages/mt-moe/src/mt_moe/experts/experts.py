@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from functools import partial
-from typing import Literal
+from typing import Literal, Protocol
 
 import torch
 from torch import Tensor, nn
@@ -170,6 +170,12 @@ class ExpertLinear(LayoutModule):
         return torch.where(groups.present(rows)[:, None], biases, 0)  # the gradients of rows of none are undefined
 
 
+class WeighsOutputs(Protocol):
+    """Applies the weights [R] to the experts' outputs [R, H], where something is computed before."""
+
+    def __call__(self, rows: Tensor, weights: Tensor, groups: Groups) -> Tensor: ...
+
+
 class Experts(RunsUncompiled, nn.Module):
     """[R, H] -> [R, H], a partial sum if etp shards the matrices.
 
@@ -231,11 +237,26 @@ class Experts(RunsUncompiled, nn.Module):
         """See mt_core.nn.kernels.choice.UsesKernels."""
         self.activate = pick_activation(self.activation, self.device_type, kernels)
 
-    def forward(self, x: Tensor, weights: Tensor, counts: Tensor, order: RowOrder | None = None) -> Tensor:
-        """x [R, H] -> the same; with an order tokens [n, H] -> the same. weights [R], counts [experts of this rank]"""
+    def forward(
+        self,
+        x: Tensor,
+        weights: Tensor,
+        counts: Tensor,
+        order: RowOrder | None = None,
+        weigh: WeighsOutputs | None = None,
+    ) -> Tensor:
+        """x [R, H] -> the same; with an order tokens [n, H] -> the same. weights [R], counts [experts of this rank].
+
+        weigh: applies the weights to the rows of the second product, in place of the first product's.
+        """
+        groups = Groups(counts)
+        if weigh is not None:
+            rows = x if order is None else order.permute(x)
+            weighed = weigh(self._compute(rows, torch.ones_like(weights), groups, None), weights, groups)
+            return weighed if order is None else order.unpermute(weighed)
         if order is None or self._products_permute:
-            return self._compute(x, weights, Groups(counts), order)
-        return order.unpermute(self._compute(order.permute(x), weights, Groups(counts), None))
+            return self._compute(x, weights, groups, order)
+        return order.unpermute(self._compute(order.permute(x), weights, groups, None))
 
     @property
     def _products_permute(self) -> bool:

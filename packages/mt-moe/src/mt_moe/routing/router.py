@@ -29,6 +29,7 @@ from mt_moe.routing.selection import (
     keep_within,
     sinkhorn,
     sinkhorn_weights,
+    weights_beside_shared,
 )
 from mt_moe.tokens import TokenShare, own_tokens, partial_gradient_axes
 
@@ -58,11 +59,14 @@ DTYPES = {"fp32": torch.float32, "fp64": torch.float64}
 
 
 class Router(LayoutModule):
-    """logits = x W^T (+ b), scores, the choice of k experts and their weights. E: with those that return the token.
+    """logits = logit_scale (x W^T (+ b)), scores, the choice of k experts and their weights. E: with those that return
+    the token.
 
     weight [E, H], bias [E] and expert_scale [E] are replicated. Every rank applies them to its own tokens, so their
     gradients are partial over tp. expert_bias [E] fp32 is updated by `after_step` only.
 
+    scored_shared: so many shared experts have rows of `weight` behind the others, and weights from their scores, all of
+    which a trained number, `global_scale` [1], multiplies.
     hashed_vocab: a token's experts are in token_experts [hashed_vocab, k], by its id (less `TABLE_OFFSET`), and there
     is no expert_bias.
     """
@@ -71,6 +75,7 @@ class Router(LayoutModule):
     bias: Tensor | None
     expert_bias: Tensor | None
     expert_scale: Tensor | None
+    global_scale: Tensor | None
     token_experts: Tensor | None
     faults: Tensor
     """[] fp32: 0, or NaN after the logits of some micro-batch were not finite."""
@@ -85,14 +90,20 @@ class Router(LayoutModule):
         init_std: float,
         bias: bool,
         hashed_vocab: int | None = None,
+        logit_scale: float = 1.0,
+        scored_shared: int = 0,
     ) -> None:
         super().__init__(ctx)
+        self.logit_scale, self.scored_shared = logit_scale, scored_shared
         self.config, self.layer, self.is_hashed = config, layer, hashed_vocab is not None
         experts, partial = config.num_scored, partial_gradient_axes(ctx)
         dtype = torch.float32 if config.moe_router_weight_in_fp32 else None
-        layout = ParameterLayout((experts, hidden_size), normal(init_std), partial_gradient=partial, dtype=dtype)
+        rows = experts + scored_shared
+        layout = ParameterLayout((rows, hidden_size), normal(init_std), partial_gradient=partial, dtype=dtype)
         self.declare("weight", layout)
-        self.declare("bias", ParameterLayout((experts,), zeros, partial_gradient=partial) if bias else None)
+        self.declare("bias", ParameterLayout((rows,), zeros, partial_gradient=partial) if bias else None)
+        of_all = ParameterLayout((1,), ones, partial_gradient=partial, dtype=torch.float32)
+        self.declare("global_scale", of_all if scored_shared else None)
         scale = ParameterLayout((experts,), ones, partial_gradient=partial)
         self.declare("expert_scale", scale if config.moe_router_expert_scale else None)
         # A parameter, so that checkpoints hold it, but not a trained one: the optimizer leaves it alone.
@@ -112,9 +123,12 @@ class Router(LayoutModule):
     def forward(self, share: TokenShare, ids: Tensor | None = None) -> Routing:
         """ids [T]: of the tokens, which a table of experts needs. Raises TrainingError for non-finite logits on a CPU;
         on a GPU sets a flag without synchronizing."""
-        logits = self.logits(self.jitter(share))
+        logits, of_shared = self._apart(self.logits(self.jitter(share)))
         experts = self.choose(logits, share, ids)
-        weights = self._weights(logits, experts)
+        if of_shared is None:
+            weights, shared = self._weights(logits, experts), None
+        else:
+            weights, shared = self._weights_beside(logits, experts, of_shared)
         # Before tokens are dropped: dropping would hide an uneven choice.
         counts = count_occurrences(experts, self.config.num_scored) if self.training else None
         # share.total is that of all ranks, so all of them take part in the losses' reductions, or none.
@@ -132,15 +146,17 @@ class Router(LayoutModule):
         if self.config.moe_num_zero_experts:
             return self._without_zero_experts(experts, weights, counts)
         padded_to = capacity if self.config.moe_pad_expert_input_to_capacity else None
-        return Routing(experts, weights, self.config.num_experts, kept, padded_to, self.training, counts)
+        return Routing(experts, weights, self.config.num_experts, kept, padded_to, self.training, counts, shared=shared)
 
     def logits(self, tokens: Tensor) -> Tensor:
-        """[T, H] -> [T, E] in moe_router_dtype"""
+        """[T, H] -> [T, E + scored_shared] in moe_router_dtype"""
         # Never below fp32: with 16 bits, logits of different experts round to equal numbers, and the choice becomes
         # arbitrary.
         dtype = torch.promote_types(DTYPES[self.config.moe_router_dtype], tokens.dtype)
         bias = None if self.bias is None else self.bias.to(dtype)
         logits = F.linear(tokens.to(dtype), self.weight.to(dtype), bias)
+        if self.logit_scale != 1.0:
+            logits = logits * self.logit_scale
         # 0 for finite logits; 0 * inf and 0 * NaN are NaN, which stays. No host reads it here.
         self.faults += 0.0 * logits.detach().sum()
         if logits.device.type == "cpu":  # on a GPU this would synchronize; the step's check of the flag reports it
@@ -231,6 +247,21 @@ class Router(LayoutModule):
             weights = weights * self.expert_scale[experts].to(weights.dtype)
         factor = config.moe_router_topk_scaling_factor
         return weights if factor is None else weights * factor
+
+    def _apart(self, logits: Tensor) -> tuple[Tensor, Tensor | None]:
+        """Of the experts that a token chooses among [T, E], and of shared ones [T, scored_shared]."""
+        if not self.scored_shared:
+            return logits, None
+        chosen_among, shared = logits.split((self.config.num_scored, self.scored_shared), 1)
+        return chosen_among, shared
+
+    def _weights_beside(self, logits: Tensor, experts: Tensor, shared: Tensor) -> tuple[Tensor, Tensor]:
+        """Weights of the chosen experts [T, k], and of the shared ones [T, n]."""
+        assert self.global_scale is not None
+        weights = weights_beside_shared(logits, experts, shared)
+        factor = self.config.moe_router_topk_scaling_factor or 1.0
+        chosen, rest = (weights * factor * self.global_scale).split((experts.shape[1], self.scored_shared), 1)
+        return chosen, rest
 
     def _scored(self, logits: Tensor, experts: Tensor, counts: Tensor | None, share: TokenShare) -> Scored:
         probabilities = distribution(logits, self.config.moe_router_score_function)

@@ -74,6 +74,13 @@ def expert_weights(
     return (chosen - log_sum.logaddexp(torch.full_like(log_sum, math.log(epsilon)))).exp()
 
 
+def weights_beside_shared(logits: Tensor, experts: Tensor, shared: Tensor) -> Tensor:
+    """Weights [T, k + n] of the chosen experts [T, k] and of n shared ones with the logits `shared` [T, n]: their
+    sigmoid scores, normalized over all of them (Inkling)."""
+    chosen = F.logsigmoid(torch.cat([logits.gather(1, experts), shared], 1))
+    return (chosen - chosen.logsumexp(-1, keepdim=True)).exp()
+
+
 TABLE_OFFSET = 256
 """What is taken from the numbers of experts in a table of them by token, which is of floats: with it bf16, to which
 FSDP2 casts all parameters, has those of 513 experts exactly."""

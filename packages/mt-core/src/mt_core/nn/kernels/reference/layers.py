@@ -41,6 +41,13 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float, zero_centered: bool = False)
     return F.rms_norm(widened(x), weight.shape, scale, eps).to(x.dtype)
 
 
+def scaled_rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
+    """y / sqrt(mean(y^2) + eps) of y = x * (1 + weight) over the last dimension, [..., H] in x's dtype, to which y is
+    rounded; computed in fp32 or wider."""
+    scaled = (widened(x) * (1 + widened(weight))).to(x.dtype)
+    return F.rms_norm(widened(scaled), weight.shape, eps=eps).to(x.dtype)
+
+
 # -- rotary position embedding (Su et al., RoFormer, 2021) ------------------------------------------------
 
 
