@@ -97,8 +97,16 @@ FAMILIES: dict[str, dict[str, Any]] = {
 }
 UNSHARED = "mistral_large4 without shared latents"
 ON_DEMAND = ("lfm3", "afmoe", "longcat_flash", "mistral_large4", UNSHARED)
-ON_DEMAND += ("mimo_v2_flash", "mimo_v2_flash that predicts", "bailing_hybrid", "glm5_next", "kimi_k3", "step3p7", "hy_v4")
-ON_DEMAND += ("muse_spark", "inkling")
+ON_DEMAND += (
+    "mimo_v2_flash",
+    "mimo_v2_flash that predicts",
+    "bailing_hybrid",
+    "glm5_next",
+    "kimi_k3",
+    "step3p7",
+    "hy_v4",
+)
+ON_DEMAND += ("step3p7", "hy_v4", "muse_spark", "inkling")
 """Families all of whose layouts are exhaustive: what these divide is divided in families above too."""
 ROTARY_GPT = {"position_embedding_type": "rope", "normalization": "RMSNorm", "add_bias_linear": False}
 FAMILIES[UNSHARED] = {**FAMILIES["mistral_large4"], "kv_source_layers": None}
