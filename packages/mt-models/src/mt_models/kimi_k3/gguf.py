@@ -132,7 +132,7 @@ OPTIONAL = (Key("attention.q_lora_rank", "q_lora_rank"), Key("expert_latent_leng
 
 
 def read(metadata: Metadata) -> dict[str, Any]:
-    text = {key.ours: metadata.need(key.theirs, key.kind) for key in KEYS}
+    text: dict[str, Any] = {key.ours: metadata.need(key.theirs, key.kind) for key in KEYS}
     text |= {key.ours: metadata.get(key.theirs, key.kind) for key in OPTIONAL}
     text |= {
         "model_type": TEXT_KIND,
