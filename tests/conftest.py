@@ -33,6 +33,7 @@ keep_bytecode()
 
 import pytest  # noqa: E402
 from hypothesis import HealthCheck, settings  # noqa: E402
+from tests.long_tests import LongTests, listed  # noqa: E402
 
 from mt_cli import main  # noqa: E402
 
@@ -57,7 +58,10 @@ def pytest_configure(config: pytest.Config) -> None:
 
 @pytest.hookimpl(tryfirst=True)  # before -m chooses
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    long = LongTests(listed())
     for item in items:
+        if item.nodeid in long:
+            item.add_marker("long")
         if item.get_closest_marker("exhaustive") or item.get_closest_marker("long"):
             item.add_marker("slow")
 
