@@ -98,6 +98,17 @@ def stepped(schedule: Callable[[Any], Any], *, of_groups: bool = False) -> None:
         scheduler.step()
 
 
+def set_in_loop(name: str, value: Any, *, dummy: bool = False) -> None:
+    """A program that sets a value of its optimizer's groups before a step."""
+    model = build("gpt2")
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
+    schedulers = [MegatronLMDummyScheduler(optimizer, total_num_steps=9)] if dummy else []
+    model, optimizer, loader, *_ = with_plugin().prepare(model, optimizer, rows(), *schedulers)
+    for group in optimizer.param_groups:
+        group[name] = value
+    model(**next(iter(loader)))
+
+
 def decay_of_a_part(parameters: Any) -> Any:
     """Of the three matrices that are one parameter of mt."""
     every = list(parameters)
@@ -151,6 +162,18 @@ CASES: dict[str, tuple[Callable[[], Any], type[MtError], str]] = {
         ),
         ConfigError,
         "they can have one lr",
+    ),
+    "decay in the loop": (
+        lambda: set_in_loop("weight_decay", 0.3),
+        ConfigError,
+        "changed weight_decay from 0.01 to 0.3",
+    ),
+    "betas in the loop": (lambda: set_in_loop("betas", (0.5, 0.9)), ConfigError, "changed adam_beta1 from 0.9 to 0.5"),
+    "rate beside the schedule": (lambda: set_in_loop("lr", 1e-3, dummy=True), ConfigError, "leave the scheduler out"),
+    "parameters after prepare": (
+        lambda: prepare()[1].add_param_group({"params": []}),
+        ConfigError,
+        "before it is prepared",
     ),
     "batches by the loader's rule": (
         lambda: Accelerator(megatron_lm_plugin=MegatronLMPlugin(), split_batches=True, cpu=True),

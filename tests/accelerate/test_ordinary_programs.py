@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from contextlib import nullcontext
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +13,7 @@ import pytest
 import torch
 from tests.accelerate.programs import build, samples
 from torch import nn
+from torch.optim.lr_scheduler import CosineAnnealingLR, OneCycleLR, ReduceLROnPlateau, StepLR
 from torch.utils.data import DataLoader
 
 from mt_accelerate import Accelerator, MegatronLMPlugin
@@ -78,6 +81,79 @@ def test_the_losses_are_those_of_torch(family: str, groups: Any, accumulated: in
     accelerator = Accelerator(megatron_lm_plugin=plugin, gradient_accumulation_steps=accumulated, cpu=True)
     expected = losses_of(family, groups, None, accumulated)
     assert losses_of(family, groups, accelerator, accumulated) == pytest.approx(expected, rel=2e-5)
+
+
+class ByHand:
+    """A program without a scheduler, which sets the rates of the groups in its loop."""
+
+    def __init__(self, optimizer: Any) -> None:
+        self.optimizer, self.rates = optimizer, iter([3e-3, 2e-2, 1e-3, 5e-3, 1e-2])
+
+    def step(self) -> None:
+        rate = next(self.rates)
+        for group in self.optimizer.param_groups:
+            group["lr"] = rate
+
+
+SCHEDULERS: dict[str, Callable[[Any], Any]] = {
+    "StepLR": partial(StepLR, step_size=2, gamma=0.3),
+    "CosineAnnealingLR": partial(CosineAnnealingLR, T_max=4),
+    # It raises an error when it is moved past its end.
+    "OneCycleLR": partial(OneCycleLR, max_lr=2e-2, total_steps=4, cycle_momentum=False),
+    # No loss is as much better as the threshold asks for.
+    "ReduceLROnPlateau": partial(ReduceLROnPlateau, patience=0, factor=0.5, threshold=0.99),
+}
+
+
+def rates_left(scheduler: Any) -> bool:
+    """Of OneCycleLR, which cannot be moved past its end."""
+    return getattr(scheduler, "_step_count", 0) <= getattr(scheduler, "total_steps", math.inf)
+
+
+def with_plugin() -> Accelerator:
+    return Accelerator(megatron_lm_plugin=MegatronLMPlugin(), cpu=True)
+
+
+def losses_by_rates(kind: Callable[[Any], Any], accelerator: Any, *, late: bool = False) -> list[float]:
+    """kind: what sets the rates, given the optimizer. late: it is made with the prepared optimizer, and not prepared
+    itself. accelerator: None for plain torch."""
+    model = build("gpt2").eval()
+    optimizer: Any = torch.optim.AdamW(usual_groups(model), lr=1e-2)
+    loader: Any = DataLoader(samples("gpt2", 20), batch_size=4)
+    given = [] if late else [kind(optimizer)]
+    if accelerator is not None:
+        model, optimizer, loader, *given = accelerator.prepare(model, optimizer, loader, *given)
+        model.train()
+    rates = given[0] if given else kind(optimizer)
+    losses = []
+    for batch in loader:
+        loss = model(**batch).loss
+        if accelerator is not None:
+            accelerator.backward(loss)
+        else:
+            loss.backward()
+            nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(loss.item())
+        if accelerator is not None or rates_left(rates):
+            rates.step(*[losses[-1]] if hasattr(rates, "patience") else [])
+    return losses
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", SCHEDULERS)
+def test_schedulers_of_torch_set_the_rates(name: str) -> None:
+    expected = losses_by_rates(SCHEDULERS[name], None)
+    assert losses_by_rates(SCHEDULERS[name], with_plugin()) == pytest.approx(expected, rel=2e-5)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", [ByHand, SCHEDULERS["StepLR"]])
+def test_what_is_not_prepared_sets_the_rates(kind: Callable[[Any], Any]) -> None:
+    """The program in its loop, and a scheduler that is made with the prepared optimizer."""
+    expected = losses_by_rates(kind, None)
+    assert losses_by_rates(kind, with_plugin(), late=True) == pytest.approx(expected, rel=2e-5)
 
 
 def losses_and_norms(accelerator: Any, sum_of_tokens: bool, steps: int = 3) -> list[tuple[float, float]]:

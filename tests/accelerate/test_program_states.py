@@ -53,6 +53,24 @@ def test_a_state_has_the_rates_of_the_programs_scheduler(tmp_path: Path) -> None
 
 
 @pytest.mark.slow
+def test_a_state_has_the_rate_that_the_program_has_set(tmp_path: Path) -> None:
+    """As the state of an optimizer of torch."""
+
+    def started() -> tuple[Accelerator, Any]:
+        accelerator, model = Accelerator(megatron_lm_plugin=MegatronLMPlugin(), cpu=True), build("gpt2")
+        optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+        _, optimizer, _ = accelerator.prepare(model, optimizer, DataLoader(samples("gpt2", 2), batch_size=2))
+        return accelerator, optimizer
+
+    accelerator, optimizer = started()
+    optimizer.param_groups[0]["lr"] = 3e-4
+    accelerator.save_state(str(tmp_path))
+    accelerator, optimizer = started()
+    accelerator.load_state(str(tmp_path))
+    assert optimizer.param_groups[0]["lr"] == 3e-4
+
+
+@pytest.mark.slow
 def test_a_state_without_the_scheduler_is_refused(tmp_path: Path) -> None:
     """Its rates would begin again."""
     accelerator, *_ = prepared(scheduler=False)

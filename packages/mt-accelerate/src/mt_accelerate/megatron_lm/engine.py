@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from mt_accelerate.megatron_lm.accumulation import AccumulatedStep, ProgramStep
 from mt_accelerate.megatron_lm.batches import ToFields, fields_for
-from mt_accelerate.megatron_lm.optimizers import optimizer_keys, scheduled_rate
+from mt_accelerate.megatron_lm.optimizers import keys_and_decays, programs_rate
 from mt_accelerate.megatron_lm.random_states import EngineRandom, with_engine_random
 from mt_accelerate.megatron_lm.step_loss import StepLoss, step_batch
 from mt_accelerate.megatron_lm.train_steps import batch_function, build_handler
@@ -121,9 +121,9 @@ class MegatronEngine:
         self.gradients: GradientState | None = None
         """The state of the Accelerator that prepared the model."""
         self.program_optimizer: Any = None
-        """The optimizer of the program, where a scheduler of torch sets its rate."""
+        """The optimizer of the program, whose rate each step has; None: the engine's schedule decides it."""
         self._prepared_keys: dict[str, Any] = {}
-        """What `optimizer_keys` said of it then."""
+        """What `keys_and_decays` said of it then."""
         self._accumulated: AccumulatedStep | None = None
         self._program_step: ProgramStep | None = None
         self._clipped = self._in_no_sync = False
@@ -228,8 +228,11 @@ class MegatronEngine:
         return self._program_step
 
     def follow(self, optimizer: Any) -> None:
-        """Take the rate of each step from the program's optimizer, where a scheduler of torch sets it."""
-        self.program_optimizer, self._prepared_keys = optimizer, optimizer_keys(optimizer)
+        """Take the rate of each step from the program's optimizer, where it or a scheduler of torch sets it."""
+        self.program_optimizer, self._prepared_keys = optimizer, keys_and_decays(optimizer)
+        # The whole model would stay in memory beside the shards that are trained: the first group shows those.
+        for number, group in enumerate(optimizer.param_groups):
+            group["params"] = list(self.parameters()) if number == 0 else []
 
     def _require_no_count(self, count: Any, where: str) -> None:
         if count is not None:
@@ -271,8 +274,8 @@ class MegatronEngine:
         return int(not outcome.updated), outcome.grad_norm, outcome.zeros_in_grad
 
     def _learning_rate(self) -> float | None:
-        """What a scheduler of torch has set; None: the engine's schedule."""
-        return None if self.program_optimizer is None else scheduled_rate(self.program_optimizer, self._prepared_keys)
+        """What the program or its scheduler has set; None: the engine's schedule."""
+        return None if self.program_optimizer is None else programs_rate(self.program_optimizer, self._prepared_keys)
 
     def _accumulate(self, batch: RankBatch) -> tuple[dict[str, Tensor], int, float, int | None]:
         """A batch of several of one step; updates the weights with the last one."""

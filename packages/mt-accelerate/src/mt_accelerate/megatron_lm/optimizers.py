@@ -59,26 +59,37 @@ def optimizer_keys(optimizer: OptimizerLike) -> dict[str, Any]:
     raise ConfigError(f"{kind} cannot be followed; the optimizer can be torch's Adam, AdamW or SGD")
 
 
-def scheduled_rate(optimizer: OptimizerLike, prepared: Mapping[str, Any]) -> float:
-    """The rate that a scheduler has set. prepared: `optimizer_keys` of it before the first step.
+def keys_and_decays(optimizer: OptimizerLike) -> dict[str, Any]:
+    """`optimizer_keys`, and the decay of each group, which [optimizer] has once for all."""
+    decays = [group.get("weight_decay", 0.0) for group in optimizer.param_groups]
+    return {**optimizer_keys(optimizer), "weight_decay of the groups": decays}
 
-    Raises ConfigError for a scheduler that gives groups rates of their own, or changes more than the rate.
+
+def programs_rate(optimizer: OptimizerLike, prepared: Mapping[str, Any]) -> float:
+    """The rate that the program or its scheduler has set. prepared: `keys_and_decays` of it before the first step.
+
+    Raises ConfigError for groups with rates of their own, and where more than the rate has changed.
     """
-    keys = optimizer_keys(optimizer)
+    keys = keys_and_decays(optimizer)
     changed = [key for key, value in keys.items() if key != "lr" and value != prepared[key]]
     if changed:
         raise ConfigError(
-            f"the scheduler has changed {changed[0]} from {prepared[changed[0]]} to {keys[changed[0]]}, which cannot "
-            "be followed; OneCycleLR and CyclicLR leave momentum and betas with cycle_momentum=False"
+            f"the program or its scheduler has changed {changed[0]} from {prepared[changed[0]]} to {keys[changed[0]]} "
+            "after prepare, and only the rate (lr) can be followed; OneCycleLR and CyclicLR leave momentum and betas "
+            "with cycle_momentum=False"
         )
     return float(keys["lr"])
 
 
 def _common(kind: str, groups: Sequence[Mapping[str, Any]], name: str) -> Any:
-    values = {group[name] for group in groups}
+    values = {_number(group[name]) for group in groups}
     if len(values) > 1:
         raise ConfigError(f"{kind} has parameter groups with {name} of {sorted(values)}; they can have one {name}")
     return values.pop()
+
+
+def _number(value: Any) -> Any:
+    return value.item() if isinstance(value, Tensor) else value
 
 
 def _weight_decay(kind: str, groups: Sequence[Mapping[str, Any]]) -> float:
@@ -89,21 +100,54 @@ def _weight_decay(kind: str, groups: Sequence[Mapping[str, Any]]) -> float:
     return next(iter(positive), 0.0)
 
 
+class ScheduledGroup(dict[str, Any]):
+    """A parameter group whose values MegatronLMDummyScheduler decides: it can be read."""
+
+    def __setitem__(self, name: str, value: Any) -> None:
+        raise ConfigError(
+            f"the program sets {name} of optimizer.param_groups, and MegatronLMDummyScheduler decides the rate of each "
+            "step; leave the scheduler out, and the rate is the one that the program has set"
+        )
+
+    def update(self, *given: Any, **values: Any) -> None:
+        for name, value in dict(*given, **values).items():
+            self[name] = value
+
+
 class MegatronLMOptimizerWrapper(Optimizer):
     """Stands for the optimizer in the program's loop: the model's call has taken the step already.
 
-    finish, drop: end and forget a step that the program accumulates itself, if there is one.
+    finish, drop: end and forget a step that the program accumulates itself, if there is one. followed: the program's
+    optimizer, whose rate each step has; None with a MegatronLMDummyScheduler.
     """
 
-    def __init__(self, engine: Engine, finish: Callable[[], None], drop: Callable[[], None]) -> None:
-        # No call of Optimizer's, which programs' schedulers test for: the groups are those of the engine.
-        self._engine, self._finish, self._drop = engine, finish, drop
+    def __init__(
+        self, engine: Engine, finish: Callable[[], None], drop: Callable[[], None], followed: Optimizer | None
+    ) -> None:
+        # No call of Optimizer's, which programs' schedulers test for: the groups are those of the program or the
+        # engine.
+        self._engine, self._finish, self._drop, self._followed = engine, finish, drop, followed
         self.step_was_skipped = False
         """Whether the last step had a gradient that was not finite, and changed nothing."""
 
     @property
     def param_groups(self) -> Any:  # type: ignore[override]
-        return self._engine.optimizer.param_groups
+        if self._followed is not None:
+            return self._followed.param_groups
+        return [ScheduledGroup(group) for group in self._engine.optimizer.param_groups]
+
+    @property
+    def defaults(self) -> dict[str, Any]:  # type: ignore[override]
+        """Those of the program's optimizer, which schedulers that are made after `prepare` read."""
+        return {} if self._followed is None else self._followed.defaults
+
+    def add_param_group(self, param_group: dict[str, Any]) -> None:
+        """Raises ConfigError: the model's parameters have their groups."""
+        raise ConfigError("add_param_group after prepare: give the optimizer all parameters before it is prepared")
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Raises ConfigError: every process has a part of the state."""
+        raise ConfigError("the optimizer's state is in parts over the processes; accelerator.load_state(DIR) reads it")
 
     def state_dict(self) -> Any:
         """Raises ConfigError: every process has a part of the state."""

@@ -16,7 +16,14 @@ from mt_accelerate.megatron_lm.engine import MegatronEngine
 from mt_accelerate.megatron_lm.optimizers import MegatronLMOptimizerWrapper
 from mt_accelerate.megatron_lm.preparation import Prepared, build_engine
 from mt_accelerate.megatron_lm.random_states import EngineRandom, load_program_state, save_program_state
-from mt_accelerate.megatron_lm.schedulers import MegatronLMSchedulerWrapper, OrdinaryScheduler, is_ordinary
+from mt_accelerate.megatron_lm.schedulers import (
+    MegatronLMDummyScheduler,
+    MegatronLMSchedulerWrapper,
+    OrdinaryScheduler,
+    is_ordinary,
+    load_rates,
+    save_rates,
+)
 from mt_accelerate.megatron_lm_plugin import MegatronLMPlugin
 from mt_accelerate.operations import RANKS, data_parallel_ranks, on_first_rank
 from mt_accelerate.state import AcceleratorState, GradientState
@@ -65,11 +72,15 @@ class MegatronRun:
         RANKS.set(engine.engine.ctx.dp)
         # By identity: objects are returned in the order in which they were given, and modules have no useful equality.
         prepared: dict[int, Any] = {id(given.model): engine}
-        optimizer = MegatronLMOptimizerWrapper(engine.engine, self._end_step, self._drop_step)
+        followed = None if isinstance(given.scheduler, MegatronLMDummyScheduler) else given.optimizer
+        optimizer = MegatronLMOptimizerWrapper(engine.engine, self._end_step, self._drop_step, followed)
         engine.optimizer_wrapper = prepared[id(given.optimizer)] = optimizer
+        if followed is not None:
+            engine.follow(followed)
         if is_ordinary(given.scheduler):
-            engine.follow(given.optimizer)
-            self._scheduler = OrdinaryScheduler(given.scheduler, self.gradients, data_parallel_ranks().size)
+            self._scheduler = OrdinaryScheduler(
+                given.scheduler, self.gradients, data_parallel_ranks().size, lambda: optimizer.step_was_skipped
+            )
             prepared[id(given.scheduler)] = self._scheduler
         elif given.scheduler is not None:
             prepared[id(given.scheduler)] = MegatronLMSchedulerWrapper(engine.engine)
@@ -185,6 +196,8 @@ class MegatronRun:
     def save_state(self, folder: str, own_models: Any = None) -> None:
         self.prepared.save_checkpoint(folder)
         save_program_state(folder)
+        if self.prepared.program_optimizer is not None:
+            save_rates(folder, self.prepared.program_optimizer.param_groups)
         if self._scheduler is not None:
             self._scheduler.save(folder)
 
@@ -193,6 +206,8 @@ class MegatronRun:
         load_program_state(folder)
         if self._scheduler is not None:
             self._scheduler.load(folder)
+        if self.prepared.program_optimizer is not None and not self.plugin.no_load_optim:
+            load_rates(folder, self.prepared.program_optimizer.param_groups)
 
     def save_model(self, model: Any, folder: str, max_shard_size: str) -> None:
         export(self.prepared.engine, Path(folder), max_shard_size, self._host)

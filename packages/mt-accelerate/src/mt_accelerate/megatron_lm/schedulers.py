@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import json
+import math
+from collections.abc import Callable, MutableMapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +17,8 @@ from mt_accelerate.state import GradientState
 from mt_core.errors import ConfigError
 from mt_core.train import Engine
 
-FILE = "program_scheduler.pt"
+FILE, RATES = "program_scheduler.pt", "program_rates.json"
+Groups = Sequence[MutableMapping[str, Any]]
 
 
 class MegatronLMDummyScheduler:
@@ -89,10 +93,12 @@ def is_ordinary(scheduler: Any) -> bool:
 class OrdinaryScheduler:
     """Stands for a scheduler of torch, whose attributes it has. The engine takes the rate that it has set for the
     program's optimizer. moves: of the scheduler for a step, the number of data-parallel ranks: programs count batches
-    before these are divided."""
+    before these are divided. was_skipped: whether the last step changed nothing, after which it does not move."""
 
-    def __init__(self, scheduler: Any, gradients: GradientState, moves: int) -> None:
-        self.scheduler, self.gradients, self.moves = scheduler, gradients, moves
+    def __init__(
+        self, scheduler: Any, gradients: GradientState, moves: int, was_skipped: Callable[[], bool] = lambda: False
+    ) -> None:
+        self.scheduler, self.gradients, self.moves, self._was_skipped = scheduler, gradients, moves, was_skipped
         # torch warns about a scheduler that moves before its optimizer has; the engine's has.
         scheduler.optimizer._opt_called = True
 
@@ -102,21 +108,35 @@ class OrdinaryScheduler:
         return getattr(self.scheduler, name)
 
     def step(self, *arguments: Any, **options: Any) -> None:
-        for _ in range(self.moves if self.gradients.sync_gradients else 0):
-            self.scheduler.step(*arguments, **options)
+        if not self.gradients.sync_gradients or self._was_skipped():
+            return
+        for _ in range(self.moves):
+            # Past the end some schedulers of torch raise an error.
+            if getattr(self.scheduler, "_step_count", 0) <= getattr(self.scheduler, "total_steps", math.inf):
+                self.scheduler.step(*arguments, **options)
 
     def save(self, folder: str) -> None:
-        """The first rank's state, and the rates that it has set. Collective."""
-        rates = [group["lr"] for group in self.scheduler.optimizer.param_groups]
-        state = {"scheduler": self.scheduler.state_dict(), "rates": rates}
+        """The first rank's state. Collective."""
+        state = {"scheduler": self.scheduler.state_dict()}
         on_first_rank(lambda: torch.save(state, Path(folder) / FILE))
 
     def load(self, folder: str) -> None:
         """Raises CheckpointError for a state without the scheduler's, whose rates would begin again."""
-        state = read(Path(folder) / FILE)
-        self.scheduler.load_state_dict(state["scheduler"])
-        for group, rate in zip(self.scheduler.optimizer.param_groups, state["rates"], strict=True):
-            group["lr"] = rate
+        self.scheduler.load_state_dict(read(Path(folder) / FILE)["scheduler"])
+
+
+def save_rates(folder: str, groups: Groups) -> None:
+    """Write the rates of the groups of the program's optimizer, which are a part of its state in torch. Collective."""
+    rates = [float(group["lr"]) for group in groups]
+    on_first_rank(lambda: (Path(folder) / RATES).write_text(json.dumps(rates), encoding="utf-8"))
+
+
+def load_rates(folder: str, groups: Groups) -> None:
+    """Give the groups their rates in a state; one that was written without leaves them."""
+    file = Path(folder) / RATES
+    rates = json.loads(file.read_text(encoding="utf-8")) if file.is_file() else []
+    for group, rate in zip(groups, rates, strict=False):
+        group["lr"] = rate
 
 
 class MegatronLMSchedulerWrapper:
