@@ -659,7 +659,7 @@ QWEN_NEXT_VL: dict[str, Any] = {
     "language_model": {
         "num_layers": 4, "hidden_size": 32, "num_attention_heads": 4, "num_query_groups": 2, "ffn_hidden_size": 48,
         "max_position_embeddings": 64, "mrope_section": [2, 1, 1], "linear_attention_freq": 2, **DELTA_NET,
-        "rotary_percent": 0.5, "norm_epsilon": 1e-2,
+        "rotary_percent": 0.5, "norm_epsilon": 1e-2, "mtp_num_layers": 1,
     },
 }  # fmt: skip
 GEMMA4_VL: dict[str, Any] = {

@@ -64,7 +64,9 @@ SLOW_EXAMPLE_LAYOUTS = [
     # What qwen3_vl has, without what it adds; gemma4_vl and llava are towers in a first stage, too.
     ("qwen_vl", PP),
     ("qwen_vl", TP, SP),
-    ("qwen_next_vl", PP),
+    # The features of images go along with the hidden states to the layer of multi-token prediction.
+    ("qwen_next_vl", PP, "model.language_model.mtp_num_layers=1"),
+    ("qwen_next_vl", TP, SP, "model.language_model.mtp_num_layers=1"),
     ("qwen3_omni", PP),
     ("mistral3", PP),
     ("smolvlm", PP),

@@ -57,7 +57,7 @@ def _multi_token(most: int, manager: CacheManager, runner: ModelRunner) -> Draft
     if not isinstance(model, PredictsAhead) or not model.prediction_depths:
         raise ConfigError(
             'inference.speculative_method="mtp" needs a model with layers of multi-token prediction '
-            "(model.mtp_num_layers of deepseek), and this one has none"
+            "(model.mtp_num_layers), and this one has none"
         )
     if runner.ctx.sequence_parallel:
         raise ConfigError(

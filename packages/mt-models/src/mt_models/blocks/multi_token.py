@@ -30,8 +30,8 @@ from mt_core.parallel.context import ParallelContext
 from mt_models.blocks.linear import ReplicatedLinear
 from mt_models.blocks.rotary import RotaryAngles
 
-Embed = Callable[[Tensor], Tensor]
-"""tokens [B, S] -> [B, S, H]"""
+EmbedAhead = Callable[[int], Tensor]
+"""How many places ahead -> embeddings of the tokens that far behind each position, [B, S, H]"""
 Logits = Callable[[Tensor], Tensor]
 """[B, S, H] -> [B, S, vocab]"""
 
@@ -119,7 +119,7 @@ class MultiTokenPrediction(nn.Module):
         self,
         hidden: Tensor,
         batch: Mapping[str, Tensor],
-        embed: Embed,
+        embed_ahead: EmbedAhead,
         logits: Logits,
         pattern: AttentionPattern,
         angles: RotaryAngles | None,
@@ -133,9 +133,8 @@ class MultiTokenPrediction(nn.Module):
         # tokens t0 t1 t2 t3, labels t1 t2 t3 t4. Depth 1, at position 0: state of t0, embedding of t1, target t2.
         found, state = hidden, hidden
         for depth in self.layers.numbers():
-            # Zeros at the end are embedded as token 0. The mask, shifted by as much, leaves these positions out.
-            embedded = embed(shifted(batch["tokens"], depth + 1))
-            state = self._predict(depth, state, embedded, pattern, angles)
+            # What is embedded behind the end does not count: the mask, shifted by as much, leaves these positions out.
+            state = self._predict(depth, state, embed_ahead(depth + 1), pattern, angles)
             layer = self.layers[depth]
             assert isinstance(layer, TokenPrediction)
             predicted = logits(layer.head_input(state))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from functools import partial
 from typing import Any, ClassVar, Protocol
 
 import torch
@@ -13,7 +14,7 @@ from mt_core.nn.cache import Cache
 from mt_core.nn.loss import build_cross_entropy
 from mt_core.parallel.pipeline.stage import Stage, whole
 from mt_models.blocks.decoder import CausalDecoder, RotaryDecoder, TokenEmbedding
-from mt_models.blocks.multi_token import MultiTokenPrediction, TokenPrediction
+from mt_models.blocks.multi_token import MultiTokenPrediction, TokenPrediction, shifted
 
 
 class PredictingConfigLike(Protocol):
@@ -101,20 +102,30 @@ class PredictsTokens(CausalDecoder):
         batch = {"tokens": tokens, "labels": labels, "loss_mask": loss_mask}
         if segment_ids is not None:
             batch["segment_ids"] = segment_ids
-        x = self.mtp(x, batch, lambda ids: embedding(ids, position_ids), self.predicted_logits, pattern, angles)
+        ahead = partial(self.embedded_ahead, tokens, position_ids)
+        x = self.mtp(x, batch, ahead, self.predicted_logits, pattern, angles)
         return self.logits(x) if project else self.unprojected(x)
+
+    def embedded_ahead(self, tokens: Tensor, position_ids: Tensor, by: int) -> Tensor:
+        """Embeddings [B, S, H] of the tokens `by` places ahead; those of token 0 behind the end."""
+        assert self.embedding is not None
+        return self.embedding(shifted(tokens, by), position_ids)
 
     def predicted_logits(self, state: Tensor) -> Tensor:
         """Logits [B, S, vocab] from what a depth gives the LM head, [B, S, H]."""
         return self.logits(state)
 
-    def predict_ahead(self, depth: int, hidden: Tensor, tokens: Tensor, cache: Cache) -> Tensor:
+    def predict_ahead(
+        self, depth: int, hidden: Tensor, tokens: Tensor, cache: Cache, position_ids: Tensor | None = None
+    ) -> Tensor:
+        """See `PredictsAhead`. position_ids: default: the cache's."""
         assert self.mtp is not None
         assert self.embedding is not None
         # Drafting: `tokens` are those depth + 1 places behind the cache's positions (PredictsAhead), so no shift here.
-        embedded = self.embedding(tokens, cache.position_ids)
+        position_ids = cache.position_ids if position_ids is None else position_ids
+        embedded = self.embedding(tokens, position_ids)
         pattern = self.pattern(None, tokens.device)
-        angles = self.angles(cache.position_ids, cache.capacities)
+        angles = self.angles(position_ids, cache.capacities)
         return self.mtp.layers[depth](hidden, embedded, pattern, angles, cache)
 
     def stage_modules(self, stage: Stage) -> Iterator[nn.Module]:

@@ -40,10 +40,18 @@ def splice(words: Tensor, places: Tensor, features: Tensor, ctx: ParallelContext
     words [B, S, H], with sequence parallelism this rank's slice of S; places [B, S] bool, of the whole S, with as
     many True as there are features [F, H].
     """
-    # [B, S, H] in the order of the tokens. masked_scatter takes the rows of features one
-    # after another; places [B, S, 1] broadcasts over H.
-    whole = features.new_zeros((*places.shape, features.shape[-1]))
-    images = like_token_embeddings(whole.masked_scatter(places[..., None], features.to(words.dtype)), ctx)
+    return replace_words(words, places, spread(places, features.to(words.dtype)), ctx)
+
+
+def spread(places: Tensor, features: Tensor) -> Tensor:
+    """Features [F, H] at their places [B, S], and zeros elsewhere: [B, S, H]."""
+    # masked_scatter takes the rows of features one after another; places [B, S, 1] broadcasts over H.
+    return features.new_zeros((*places.shape, features.shape[-1])).masked_scatter(places[..., None], features)
+
+
+def replace_words(words: Tensor, places: Tensor, spread_features: Tensor, ctx: ParallelContext) -> Tensor:
+    """Same as `splice`, with features that are spread over whole sequences [B, S, H]."""
+    images = like_token_embeddings(spread_features.to(words.dtype), ctx)
     # The same slice of S as that of the words.
     if ctx.sequence_parallel:
         places = places.chunk(ctx.tp.size, SEQUENCE_DIM)[ctx.tp.rank]

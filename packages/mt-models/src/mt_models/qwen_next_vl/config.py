@@ -31,8 +31,6 @@ class QwenNextVLDecoderConfig(QwenNextConfig):
     """The decoder's family."""
     generation: Literal["qwen3_5"] = "qwen3_5"
     """Whose names Hugging Face files have."""
-    mtp_num_layers: Literal[0] = 0
-    """Multi-token prediction is of texts alone: the family qwen_next."""
     mrope_section: Annotated[list[NonNegativeInt], Field(min_length=3, max_length=3)] = Field(
         default_factory=lambda: [11, 11, 10]
     )
@@ -57,6 +55,11 @@ class QwenNextVLConfig(Qwen3VLConfig):
     """A table with the keys of the family qwen_next, and mrope_section. The vocabulary is model.vocab_size."""
     image_token_index: NonNegativeInt = 248056
     """The id that stands for an image in the text, once for each of its merged patches."""
+
+    @property
+    def mtp_num_layers(self) -> int:
+        """Those of the decoder, for layouts of pipeline stages."""
+        return self.language_model.mtp_num_layers
 
 
 def check_qwen_next_vl(config: Config) -> None:
@@ -94,8 +97,7 @@ TOWERS = {"qwen3.5-0.8b": TINY_TOWER, "qwen3.5-2b": SMALL_TOWER, "qwen3.5-4b": S
 
 
 def _with_tower(name: str) -> dict[str, Any]:
-    left_out = ("vocab_size", "mtp_num_layers")
-    decoder = {key: value for key, value in DECODERS[name]["model"].items() if key not in left_out}
+    decoder = {key: value for key, value in DECODERS[name]["model"].items() if key != "vocab_size"}
     return {
         "model": {
             "vision_model": TOWERS.get(name, TOWER),

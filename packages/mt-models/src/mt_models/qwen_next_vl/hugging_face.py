@@ -1,12 +1,12 @@
 """Qwen3.5 and 3.6 with pictures in Hugging Face's format, `qwen3_5` and `qwen3_5_moe`.
 
 Files with an image tower are read as this family; their decoders alone are the family qwen_next. The layer of
-multi-token prediction is left out, and what is written says that there is none.
+multi-token prediction is read where a file has its tensors.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import replace
 from typing import Any
 
@@ -29,7 +29,6 @@ from mt_models.qwen_vl.hugging_face import import_axial, pixel_preprocessor
 DENSE, SPARSE = "qwen3_5", "qwen3_5_moe"
 DECODERS = {DENSE: qwen_next.QWEN3_5, SPARSE: qwen_next.QWEN3_5_MOE}
 SECTIONS = [11, 11, 10]
-MTP_KEYS = (qwen_next.MTP, qwen_next.ALSO_MTP)
 
 # -- configuration -----------------------------------------------------------------------------------
 
@@ -49,8 +48,8 @@ VISION = ConfigMap(
 
 
 def import_decoder(kind: str, external: Mapping[str, Any]) -> dict[str, Any]:
-    """Keys of [model.language_model], without a layer of multi-token prediction."""
-    text = {key: value for key, value in (external.get("text_config") or {}).items() if key not in MTP_KEYS}
+    """Keys of [model.language_model]."""
+    text = dict(external.get("text_config") or {})
     rope = rope_table(text, partial_rotary_factor=text.get("partial_rotary_factor", 0.25), mrope_section=SECTIONS)
     # The outer class ties its LM head by its own key.
     text["tie_word_embeddings"] = external.get("tie_word_embeddings", False)
@@ -110,8 +109,13 @@ def name_map(config: QwenNextVLConfig) -> NameMap:
     decoder = qwen_next.name_map(config.decoder)
     ignored = {nested(name) for name in decoder.ignored if not name.startswith("model.visual.")}
     rules = [*tower_rules(config.vision_model), *map(beside_tower, decoder.rules)]
-    # The layer of multi-token prediction, which this family does not have.
-    return NameMap(rules, 0, ignored | {"mtp.*"})
+    return NameMap(rules, 0, ignored)
+
+
+def held(external: Mapping[str, Any], names: Iterable[str]) -> Mapping[str, Any]:
+    """See the function of the decoder. A configuration without text_config, of which all values are defaults, has it
+    added, as the count stands there."""
+    return qwen_next.held({**external, "text_config": external.get("text_config") or {}}, names)
 
 
 HUGGING_FACE = HuggingFaceFamily(
@@ -120,6 +124,7 @@ HUGGING_FACE = HuggingFaceFamily(
     name_map,
     model_type_of=model_type_of,
     copies=copies,
+    held=held,
     architectures={DENSE: "Qwen3_5ForConditionalGeneration", SPARSE: "Qwen3_5MoeForConditionalGeneration"},
     preprocessor=pixel_preprocessor("Qwen3VLProcessor"),
 )
