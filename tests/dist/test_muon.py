@@ -49,21 +49,31 @@ def run(rank: int, world: int, options: tuple[str, ...]) -> RunRecord | None:
     return record if rank == 0 else None
 
 
-class Zeros(Callback):
+class Counted(Callback):
+    """zeros: of the gradient of each step. norms: of the parameters. plain: the last of these by plain torch, from a
+    model that one process has whole."""
+
     def __init__(self) -> None:
-        self.counts: list[int] = []
+        self.zeros: list[int] = []
+        self.norms: list[float] = []
+        self.plain = 0.0
 
     def on_step_end(self, run, metrics) -> None:
-        self.counts.append(metrics["zeros_in_grad"])
+        self.zeros.append(metrics["zeros_in_grad"])
+
+    def on_log(self, run, metrics) -> None:
+        self.norms.append(metrics["params_norm"])
+        self.plain = float(sum(p.detach().double().square().sum() for p in run.model.parameters())) ** 0.5
 
 
-def count_zeros(rank: int, world: int, layout: tuple[str, ...]) -> list[int]:
+def count_zeros(rank: int, world: int, layout: tuple[str, ...]) -> Counted:
     """Token embeddings apart from the output layer: rows of ids that no sample has are 0. No padding."""
-    seen = Zeros()
+    seen = Counted()
     model = ("model.vocab_size=512", "model.untie_embeddings_and_output_weights=true")
-    more = ("logging.log_num_zeros_in_grad=true", "train.exit_iteration=2", "train.eval_iters=0")
+    logged = ("logging.log_num_zeros_in_grad=true", "logging.log_params_norm=true")
+    more = (*logged, "train.exit_iteration=2", "train.eval_iters=0")
     Trainer(config(*SMALL, *model, *more, *layout), callbacks=[seen]).train()
-    return seen.counts
+    return seen
 
 
 def orthogonalized(rank: int, world: int, options: tuple[str, ...]) -> list[tuple[int, ...]]:
@@ -166,9 +176,11 @@ def test_the_momentum_goes_on_under_another_layout(tmp_path) -> None:
 @pytest.mark.parametrize(
     ("world", "layout"), [*ZEROS, *(pytest.param(*one, marks=EXHAUSTIVE) for one in MORE_ZEROS)], ids=joined
 )
-def test_zeros_of_the_gradient_are_counted_once(world, layout) -> None:
+def test_zeros_of_the_gradient_and_the_norm_of_parameters_count_each_element_once(world, layout) -> None:
     """Exact up to the few elements that are 0 in one order of summing and not in another."""
     expected = RUNS.result(1, (count_zeros, ()))
-    assert min(expected) > 300 * 32, "rows of ids that do not occur"
+    assert min(expected.zeros) > 300 * 32, "rows of ids that do not occur"
+    assert expected.norms[-1] == pytest.approx(expected.plain, rel=1e-7)
     for found in RUNS.of_ranks(world, (count_zeros, layout)):
-        assert found == pytest.approx(expected, abs=32)
+        assert found.zeros == pytest.approx(expected.zeros, abs=32)
+        assert found.norms == pytest.approx(expected.norms, rel=1e-6)

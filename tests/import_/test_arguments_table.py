@@ -131,12 +131,74 @@ def test_what_counts_only_with_another_option_names_one_that_is_not_done() -> No
         ("--tokenizer-metadata x", "tokenizer.tokenizer_type"),
         ("--fake-process-group", "processes that do not exist"),
         ("--spec my.layers spec", "docs/guides/add-a-model.md"),
+        ("--moe-dispatch-fwd-dtype fp8", "quantized before they are sent"),
+        ("--moe-combine-bwd-dtype fp8", "quantized before they are sent"),
+        ("--mamba-training-ssm-states-dtype bf16", "they are in fp32"),
     ],
 )
 def test_what_has_an_effect_beside_another_option_is_refused_there(words: str, words_of_reason: str, host) -> None:
     """Alone each of them changes nothing, or it is refused in any case."""
     result = import_words([*BASE, *words.split()], host)
     assert [one.status for one in result.accounts if words_of_reason in one.reason] == ["refused"]
+
+
+@pytest.mark.parametrize(
+    "option",
+    ["--ddp-reduce-scatter-with-fp32-accumulation", "--ddp-param-name-patterns-for-fp32-local-accumulation router"],
+)
+def test_gradients_that_are_summed_in_fp32_are_so_here(option: str, host: PluginHost) -> None:
+    words = [*BASE, "--bf16", "--grad-reduce-in-bf16", *option.split()]
+    result = import_words(words, host)
+    # Both keys have their defaults: fp32 is accumulated and sent.
+    assert {"grad_reduce_in_bf16", "accumulate_allreduce_grads_in_fp32"}.isdisjoint(result.sections["precision"])
+    reasons = {one.words.split()[0]: one.reason for one in result.accounts}
+    assert "also sent in fp32" in reasons["--grad-reduce-in-bf16"]
+    assert reasons["--grad-reduce-in-bf16"] == reasons[option.split()[0]]
+    (without,) = [import_words(words[: len(BASE) + 2], host).sections["precision"]]
+    assert without["grad_reduce_in_bf16"] is True
+
+
+def test_without_the_state_of_the_optimizer(host: PluginHost) -> None:
+    words = [*BASE, "--save", "c", "--save-interval", "5", "--no-save-optim", "--no-save-rng"]
+    result = import_words(words, host)
+    assert result.sections["checkpoint"] == {"save": "c", "save_interval": 5, "save_optimizer": False}
+    (account,) = [one for one in result.accounts if one.words == "--no-save-rng"]
+    assert "always saved" in account.reason
+
+
+@pytest.mark.parametrize(
+    ("words", "expected"),
+    [
+        ("--profile", {"first_step": 11, "last_step": 12}),
+        ("--profile --use-pytorch-profiler", {"first_step": 10, "last_step": 11}),
+        ("--profile --profile-step-start 4 --profile-step-end 6 --profile-ranks 0 8", {"ranks": [0, 8]}),
+        ("--profile-step-start 4 --profile-ranks 0", {}),
+    ],
+)
+def test_profiled_steps_are_those_of_the_profile(words: str, expected: Mapping[str, Any], host: PluginHost) -> None:
+    result = import_words([*BASE, *words.split()], host)
+    found = result.sections.get("profile", {})
+    assert {**found, **expected} == found
+    assert (result.sections["train"].get("callbacks") == ["profile"]) is bool(expected)
+    if not expected:
+        assert {one.reason for one in result.accounts if "profile" in one.words} == {"counts only with --profile"}
+
+
+def test_without_the_tools_nothing_is_profiled(host: PluginHost, monkeypatch: pytest.MonkeyPatch) -> None:
+    from mt_core.config import sections
+
+    known = dict(sections.section_types(host))
+    del known["profile"]
+    monkeypatch.setattr("mt_import.megatron_arguments.translation.section_types", lambda host: known)
+    result = import_words([*BASE, "--profile"], host)
+    assert "profile" not in result.sections
+    assert "install it" in result.accounts[-1].reason
+
+
+def test_a_biencoder_starts_from_a_bert(host: PluginHost) -> None:
+    words = [*BASE, "--bert-load", "bert", "--titles-data-path", "t"]
+    assert import_words(words, host, MegatronOptions(entry="ict")).sections["checkpoint"]["load"] == "bert"
+    assert "load" not in import_words(words[:-2], host).sections["checkpoint"]
 
 
 def test_standard_specs_change_nothing(host: PluginHost) -> None:

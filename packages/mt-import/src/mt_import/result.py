@@ -81,6 +81,11 @@ def _notes(translation: Translation) -> list[str]:
     found += _notes_on_start(translation.values, translation.sections.get("checkpoint", {}))
     if (translation.sections.get("model", {}).get("moe") or {}).get("moe_token_dispatcher_type") == "flex":
         found.append("moe_token_dispatcher_type=flex needs DeepEP or HybridEP on the machines that train")
+    if translation.values["profile"] and not translation.values["use_pytorch_profiler"]:
+        found.append(
+            "--profile without --use-pytorch-profiler has nsys record steps; here torch's profiler does, and "
+            "mt profile RUN/profile shows them"
+        )
     if (rows := translation.padded_vocab_size) is not None:
         found.append(f"the vocabulary is padded to {rows} rows, as Megatron's; their logits do not count in the loss")
     return found

@@ -377,6 +377,9 @@ class CheckpointConfig(Section):
     save_hf_interval: PositiveInt | None = None
     """Steps between checkpoints that are also written as a Hugging Face folder, `hf/iter_NNNNNNN` beside them, while
     training goes on; the last step's is, too. A multiple of save_interval. null writes none."""
+    save_optimizer: bool = True
+    """Write the optimizer's state, and the fp32 master weights of 16-bit training, into checkpoints. false: checkpoints
+    take a third of the bytes or less, and another run can start from their weights (load), but none resumes."""
     save_frozen: bool = True
     """Write parameters that are not trained into every checkpoint. false: a checkpoint names the one that the run
     started from (load), which has them, and without which it cannot be read."""
@@ -431,6 +434,8 @@ class LoggingConfig(Section):
     """File (.json or .svg) for what ran when on each pipeline stage, of the second step."""
     log_num_zeros_in_grad: bool = False
     """Count the elements of the gradient that are 0."""
+    log_params_norm: bool = False
+    """Record the 2-norm of all trained parameters, at each line of log and metrics."""
     log_format: Literal["mt", "megatron"] = "mt"
     """Form of the lines about steps and evaluations; `megatron` is that of Megatron-LM, for programs that read it."""
     device_peak_tflops: PositiveFloat | None = None

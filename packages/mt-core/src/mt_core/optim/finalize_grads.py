@@ -103,13 +103,21 @@ class GradFinalizer:
 
         Does not synchronize with the device.
         """
+        return self._norm((name, p.grad) for name, p in named if p.grad is not None)
+
+    def params_norm(self, named: Named) -> Tensor:
+        """[] fp64 on the device: the 2-norm of these parameters of the whole model, as `norm` has that of gradients.
+        Parameters are sharded as their gradients are; their padding is 0."""
+        return self._norm((name, p.detach()) for name, p in named)
+
+    def _norm(self, named: Iterable[tuple[str, Tensor]]) -> Tensor:
         if self.ctx.world.size == 1:
-            blocks = norms([p.grad for _, p in named if p.grad is not None])
+            blocks = norms([tensor for _, tensor in named])
             if not blocks:
                 return torch.zeros((), dtype=torch.float64, device=self.ctx.device)
             return torch.linalg.vector_norm(torch.stack(blocks), dtype=torch.float64)
         squares = torch.zeros((), dtype=torch.float64, device=self.ctx.device)
-        own = [p.grad for name, p in named if p.grad is not None and self.counts(name)]
+        own = [tensor for name, tensor in named if self.counts(name)]
         if own:
             # Squared and summed in fp64: the square of an fp32 norm above 1.8e19 overflows fp32.
             squares += torch.stack(norms(own)).double().square().sum()

@@ -33,13 +33,14 @@ OF_LOG: Mapping[str, str] = {
     "iteration_time": "iteration-time",
     "tflops": "throughput",
     "mfu": "mfu",
+    "params_norm": "params-norm",
     "tokens_per_second": "tokens-per-second",
     "samples_per_second": "samples-per-second",
     "memory_reserved": "mem-reserved-bytes",
     "memory_allocated": "mem-allocated-bytes",
     "max_memory_allocated": "mem-max-allocated-bytes",
 }
-"""Means since the last line of the log, and memory."""
+"""Means since the last line of the log, memory, and the norm of the parameters."""
 OF_LOG_ONLY = {*OF_LOG, "skipped_since_log"}
 
 

@@ -490,6 +490,7 @@ class Trainer:
     def _write_checkpoint(self, directory: RunDirectory) -> Path:
         path = directory.checkpoint(self.state.iteration)
         contents = self.engine.contents(
+            with_optimizer=self.config.checkpoint.save_optimizer,
             recent_losses=self.recent_losses.to_list(),
             data=self._data_identity,
             callbacks=self.callbacks.state_dict(),

@@ -29,6 +29,10 @@ SOURCES: Sequence[tuple[str, ...]] = (
     ("per_split_data_args_path",),
 )
 """Ways of naming the data, of which a run has at most one."""
+SUMS_IN_FP32 = (
+    "ddp_reduce_scatter_with_fp32_accumulation",
+    "ddp_param_name_patterns_for_fp32_local_accumulation",
+)
 HYBRID_PATTERNS = ("hybrid_layer_pattern", "hybrid_override_pattern")
 
 
@@ -204,10 +208,18 @@ def _heads(values: Values) -> None:
         values["num_query_groups"] = None  # the option counts only beside --group-query-attention
 
 
+def sums_in_fp32(values: Mapping[str, Any]) -> str | None:
+    """The option by which gradients that are sent in 16 bits, or accumulated in them, are summed in fp32."""
+    options = (by_dest()[dest] for dest in SUMS_IN_FP32 if values[dest])
+    return next((option.spelled for option in options), None)
+
+
 def _precision(values: Values) -> None:
     if values["bf16"]:
         # Megatron sets it for bf16, whatever was given, unless gradients are reduced in bf16.
         values["accumulate_allreduce_grads_in_fp32"] = not values["grad_reduce_in_bf16"]
+    if sums_in_fp32(values):
+        values["accumulate_allreduce_grads_in_fp32"] = True
     if values["apply_query_key_layer_scaling"]:
         values["attention_softmax_in_fp32"] = True
 

@@ -181,7 +181,13 @@ def _spec(value: list[str], given: Mapping[str, Any], host: PluginHost) -> Itera
         yield "layers of a Python module of your own; write a plugin, see docs/guides/add-a-model.md"
 
 
+def _ssm_states(value: str, given: Mapping[str, Any], host: PluginHost) -> Iterator[str]:
+    if value not in ("fp32", "float32"):
+        yield f"states of Mamba layers in {value}; they are in fp32"
+
+
 _CHECKS: Mapping[str, Check] = {
+    "mamba_training_ssm_states_dtype": _ssm_states,
     "spec": _spec,
     "use_checkpoint_args": _checkpoint_arguments,
     "exit_signal": _exit_signal,

@@ -11,6 +11,7 @@ from mt_ckpt.megatron.families import model_section as checkpoint_model_section
 from mt_core.config.layer_pattern import pattern_of
 from mt_core.config.schema import TimeoutsConfig
 from mt_core.plugins import PluginHost
+from mt_import.megatron_arguments.derived import sums_in_fp32
 from mt_import.megatron_arguments.entry_scripts import EntryScript
 from mt_import.megatron_arguments.refusals import COMMUNICATORS, OPTIMIZERS
 from mt_import.megatron_arguments.table import Version, arguments, by_dest
@@ -37,6 +38,7 @@ SCHEDULE_KEYS = (
     *("lr_schedule.lr_warmup_samples", "lr_schedule.lr_warmup_fraction", "train.train_iters", "train.train_samples"),
 )
 """What Megatron's scheduler compares with the checkpoint, unless it is to be overridden."""
+PROFILE_KEYS = ("profile.first_step", "profile.last_step", "profile.ranks")
 WORD_PIECES = ("BertWordPieceLowerCase", "BertWordPieceCase")
 COUNTED_VOCABULARY = ("NullTokenizer", "TikTokenizer")
 """Tokenizers whose vocabulary size is an argument."""
@@ -46,8 +48,10 @@ def run_keys(values: Values, entry: EntryScript, version: Version) -> Keys:
     """Dotted key -> value, those that do not count included."""
     found = copied_keys(values)
     rules = (_parallel, _communicators, _timeouts, _optimizer, _schedule, _precision, _recompute, _checkpoint)
-    for rule in (*rules, _train, _trackers):
+    for rule in (*rules, _train, _trackers, _profile):
         found |= rule(values)
+    if entry.name == "ict" and values["bert_load"] is not None and "checkpoint.resume_from" not in found:
+        found.setdefault("checkpoint.load", values["bert_load"])
     # Later rules win over values that are copied.
     return {**found, **_data(values, entry), **_tokenizer(values, version)}
 
@@ -144,6 +148,8 @@ def _recompute(values: Values) -> Keys:
 def _checkpoint(values: Values) -> Keys:
     # Without --save Megatron saves nothing, whatever the interval.
     found: Keys = {"checkpoint.save_interval": values["save_interval"] if values["save"] is not None else None}
+    if values["no_save_optim"]:
+        found["checkpoint.save_optimizer"] = False
     if values["save_retain_interval"] is not None:  # Megatron keeps the newest, and those that it divides
         found |= {"checkpoint.keep_last": 1, "checkpoint.keep_every": values["save_retain_interval"]}
     return found | _start(values)
@@ -181,6 +187,13 @@ def dropped_keys(values: Values) -> dict[str, str]:
             f"{load} has the checkpoints that --load names; those of this run go to checkpoints/ in its run directory, "
             "or to the folder that checkpoint.save names"
         )
+    if option := sums_in_fp32(values):
+        found["precision.grad_reduce_in_bf16"] = (
+            f"{option} sums gradients in fp32; here they are also sent in fp32, twice the bytes of bf16: no key sends "
+            "bf16 and sums in fp32"
+        )
+    if not values["profile"]:
+        found |= dict.fromkeys(PROFILE_KEYS, "counts only with --profile")
     if values["fp8"]:
         found["parallel.tp_comm_overlap"] = "products in FP8 are not overlapped, which changes no result"
     return found
@@ -201,6 +214,17 @@ def _trackers(values: Values) -> Keys:
     named = {"tensorboard": "tensorboard_dir", "wandb": "wandb_project"}
     found: Keys = {f"logging.{dest}": values[dest] for dest in named.values() if values[dest]}
     return found | {"logging.trackers": [tracker for tracker, dest in named.items() if values[dest]]}
+
+
+def _profile(values: Values) -> Keys:
+    """Megatron counts steps from 0; with its profiler of torch, which is told of a step before it begins, from 1."""
+    if not values["profile"]:
+        return {}
+    first = max(values["profile_step_start"] + (not values["use_pytorch_profiler"]), 1)
+    last = max(first + values["profile_step_end"] - values["profile_step_start"] - 1, first)
+    ranks = values["profile_ranks"] or None
+    keys = ("train.callbacks", "profile.first_step", "profile.last_step", "profile.ranks")
+    return dict(zip(keys, (["profile"], first, last, ranks), strict=True))
 
 
 def _data(values: Values, entry: EntryScript) -> Keys:

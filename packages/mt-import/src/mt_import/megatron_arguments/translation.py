@@ -16,7 +16,7 @@ from mt_import.megatron_arguments.command_line import Given
 from mt_import.megatron_arguments.derived import derive_values, padded_vocab_size
 from mt_import.megatron_arguments.entry_scripts import EntryScript
 from mt_import.megatron_arguments.refusals import Refusal, find_refusals
-from mt_import.megatron_arguments.sections import dropped_keys, model_section, run_keys
+from mt_import.megatron_arguments.sections import PROFILE_KEYS, dropped_keys, model_section, run_keys
 from mt_import.megatron_arguments.table import Argument, Version
 
 # -- keys that count, by their conditions in the configuration ---------------------------------------
@@ -164,7 +164,7 @@ def translate(
     refusals = find_refusals(given, version, host)
     kept = {dest: one.value for dest, one in given.items() if dest not in refusals}
     values = derive_values(kept, entry, version, world_size, is_part=is_part)
-    dropped = dropped_keys(values)
+    dropped = dropped_keys(values) | _not_installed(host)
     tree = as_tree({key: value for key, value in run_keys(values, entry, version).items() if key not in dropped})
     if "model" not in entry.fixed_sections:
         tree["model"] = {**tree.get("model", {}), **model_section(values, entry, source, host)}
@@ -182,6 +182,13 @@ def translate(
     named = {key for account in accounts for key in account.keys}
     written = {key: value for key, value in dotted(tree).items() if key not in named}
     return Translation(_ordered(tree, host), tuple(accounts), written, values, entry, version)
+
+
+def _not_installed(host: PluginHost) -> dict[str, str]:
+    """Keys of a section that another distribution brings."""
+    if "profile" in section_types(host):
+        return {}
+    return dict.fromkeys(("train.callbacks", *PROFILE_KEYS), "[profile] is a section of mt-tools; install it")
 
 
 def _keep_named(tree: Tree, given: Mapping[str, Given]) -> None:

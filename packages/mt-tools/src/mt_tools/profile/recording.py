@@ -5,7 +5,7 @@ from __future__ import annotations
 import gzip
 import json
 import time
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -27,10 +27,13 @@ TRACE, SUMMARY = "trace-rank-{}.json.gz", "summary-rank-{}.json"
 
 
 class StepProfile(Callback):
-    """Records steps first ... last, then writes the rank's trace and summary into the folder. On all ranks."""
+    """Records steps first ... last, then writes the rank's trace and summary into the folder. On all ranks; of those
+    that `ranks` leaves out nothing is recorded."""
 
-    def __init__(self, first: int, last: int, folder: Path | None) -> None:
-        self.first, self.last, self.folder = first, last, folder
+    def __init__(self, first: int, last: int, folder: Path | None, ranks: Collection[int] | None = None) -> None:
+        self.first, self.last, self.folder, self.ranks = first, last, folder, ranks
+        self._recording = False
+        """Between the first and the last step, also on a rank that is left out."""
         self._profiler: profile | None = None
         self._ranges: ModuleRanges | None = None
         self._before: Mapping[str, float] = {}
@@ -38,9 +41,10 @@ class StepProfile(Callback):
 
     def is_active(self, step: int) -> bool:
         """Whether steps behind `step` are recorded, or are to be."""
-        return self._profiler is not None or self.first > step
+        return self._recording or self.first > step
 
     def on_train_start(self, run: Run) -> None:
+        self._require_rank(run)
         if self.first == run.state.iteration + 1:
             self._start(run)
 
@@ -48,15 +52,30 @@ class StepProfile(Callback):
         step = int(metrics["iteration"])
         if step + 1 == self.first:
             self._start(run)
-        elif step == self.last and self._profiler is not None:
-            self._stop(run)
+        elif step == self.last and self._recording:
+            folder = self._folder(run)
+            on_first_rank(lambda: folder.mkdir(parents=True, exist_ok=True), run.ctx.world)
+            if self._profiler is not None:
+                self._stop(run, folder)
+            self._recording = False
+            run.message(f"steps {self.first} to {self.last} recorded in {folder}")
 
     def close(self) -> None:
         if self._ranges is not None:
             self._ranges.remove()
-        self._profiler = None
+        self._profiler, self._recording = None, False
+
+    def _require_rank(self, run: Run) -> None:
+        if self.ranks is not None and min(self.ranks) >= run.ctx.world.size:
+            raise ConfigError(
+                f"profile.ranks={sorted(self.ranks)} names no rank of this run, which has {run.ctx.world.size}; name "
+                "one from 0, or leave the key out for all"
+            )
 
     def _start(self, run: Run) -> None:
+        self._recording = True
+        if self.ranks is not None and run.ctx.world.rank not in self.ranks:
+            return
         activities = [ProfilerActivity.CPU]
         if run.engine.device.type == "cuda":
             activities.append(ProfilerActivity.CUDA)
@@ -66,15 +85,13 @@ class StepProfile(Callback):
         # The start of the profiler is no part of the steps.
         self._before, self._began = run.engine.time.totals(), time.perf_counter()
 
-    def _stop(self, run: Run) -> None:
+    def _stop(self, run: Run, folder: Path) -> None:
         assert self._profiler is not None
         assert self._ranges is not None
         seconds, after = time.perf_counter() - self._began, run.engine.time.totals()
         self._profiler.stop()
         self._ranges.remove()
-        folder = self._folder(run)
         rank, steps = run.ctx.world.rank, self.last - self.first + 1
-        on_first_rank(lambda: folder.mkdir(parents=True, exist_ok=True), run.ctx.world)
         _write_trace(self._profiler, folder / TRACE.format(rank))
         parts = {part: (value - self._before.get(part, 0.0)) / steps for part, value in after.items()}
         summary = {
@@ -92,7 +109,6 @@ class StepProfile(Callback):
         }
         (folder / SUMMARY.format(rank)).write_text(json.dumps(summary), encoding="utf-8")
         self._profiler = None
-        run.message(f"steps {self.first} to {self.last} recorded in {folder}")
 
     def _folder(self, run: Run) -> Path:
         if self.folder is not None:
@@ -152,7 +168,8 @@ def _write_trace(recorded: profile, path: Path) -> None:
 
 def build_profile(config: Config) -> StepProfile:
     keys = config.section(ProfileConfig)
-    return StepProfile(keys.first_step, keys.last_step, None if keys.folder is None else Path(keys.folder))
+    folder = None if keys.folder is None else Path(keys.folder)
+    return StepProfile(keys.first_step, keys.last_step, folder, keys.ranks)
 
 
 def answer_profile(run: Any, argument: str, by: str) -> str:

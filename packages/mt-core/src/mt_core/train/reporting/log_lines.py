@@ -31,6 +31,7 @@ def megatron_step_line(metrics: Metrics, last_iteration: int) -> str:
         f"loss scale: {metrics['loss_scale']:.1f}",
         f"grad norm: {metrics['grad_norm']:.3f}",
         *([f"num zeros: {metrics['zeros_in_grad']}"] if "zeros_in_grad" in metrics else []),
+        *([f"params norm: {metrics['params_norm']:.3f}"] if "params_norm" in metrics else []),
         f"number of skipped iterations: {metrics['skipped_since_log']:3d}",
         f"number of nan iterations: {0:3d}",  # a loss that is not finite ends training, or is one of the skipped
     ]

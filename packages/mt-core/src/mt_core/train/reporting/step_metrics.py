@@ -118,13 +118,14 @@ class StepMetrics:
 
     def line_of_log(self, metrics: MetricValues, last_iteration: int | None = None) -> MetricValues | None:
         """Every logging.log_interval steps, and after the first and the last one: metrics of the step, loss and speed
-        averaged since the last line, and the metrics of layers. Collective over pipeline stages."""
+        averaged since the last line, and the metrics of layers. Collective."""
         exit_iteration = self.engine.config.train.exit_iteration
         ends = metrics["iteration"] in (1, last_iteration, exit_iteration)
         if metrics["iteration"] % self.engine.config.logging.log_interval and not ends:
             return None
         means, self._window = self._means(self._window), LogWindow()
-        return {**metrics, **means, **_memory(self.engine.device), **self._reported_by_layers()}
+        of_layers = self._reported_by_layers()
+        return {**metrics, **means, **_memory(self.engine.device), **self._params_norm(), **of_layers}
 
     @contextmanager
     def paused(self) -> Iterator[None]:
@@ -158,6 +159,13 @@ class StepMetrics:
         # samples_per_second is of all ranks.
         tflops = self.engine.flops_per_sample * samples_per_second / self.engine.ctx.world.size / 1e12
         return {"tflops": tflops, **({"mfu": tflops / self._peak} if self._peak is not None else {})}
+
+    def _params_norm(self) -> MetricValues:
+        """With logging.log_params_norm: of the weights after the step's update."""
+        if not self.engine.config.logging.log_params_norm:
+            return {}
+        norm = self.engine.step.sums.params_norm(self.engine.weights.named_parameters())
+        return {"params_norm": float(norm)}
 
     def _reported_by_layers(self) -> MetricValues:
         of_stage = {
