@@ -191,7 +191,9 @@ class Engine:
         if model is None:
             model = build.build_initialized_model(config, ctx, host, own_stages, kernels, model_provider)
         else:
-            model = build.transform_model(model, ModelBuildContext(config, ctx, host, own_stages, kernels))
+            all_stages = stages.all if stages is not None else None
+            context = ModelBuildContext(config, ctx, host, own_stages, kernels, all_stages)
+            model = build.transform_model(model, context)
         # Before graphs are built, which wrap the forward of the layers as they find it.
         build.compile_blocks(model, config)
         # Read before build_weights(), which under FSDP2 replaces the parameters by DTensors.
