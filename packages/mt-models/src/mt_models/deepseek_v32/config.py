@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Annotated, Any
+from typing import Annotated, Any, Protocol
 
 from pydantic import Field
 
@@ -72,7 +72,7 @@ def check_indexers(config: Config, model: IndexedAttentionConfig) -> None:
             f"(model.qk_pos_emb_head_dim)={model.qk_pos_emb_head_dim}"
         )
     _check_loss(model)
-    _check_layout(config, model)
+    check_indexer_layout(config, model)
 
 
 def _check_loss(model: IndexedAttentionConfig) -> None:
@@ -83,7 +83,19 @@ def _check_loss(model: IndexedAttentionConfig) -> None:
             raise ConfigError(f"model.{key}=true would be ignored: set model.dsa_indexer_loss_coeff too")
 
 
-def _check_layout(config: Config, model: IndexedAttentionConfig) -> None:
+class ChoosesKeys(Protocol):
+    """A configuration of attention over the keys that an indexer chooses."""
+
+    @property
+    def family(self) -> str: ...
+    @property
+    def attention_backend(self) -> str: ...
+    @property
+    def dsa_indexer_topk(self) -> int: ...
+
+
+def check_indexer_layout(config: Config, model: ChoosesKeys) -> None:
+    """Raises ConfigError for what cannot be combined with a choice of keys."""
     if config.parallel.context_parallel_size > 1:
         raise ConfigError(
             f"parallel.context_parallel_size={config.parallel.context_parallel_size} cannot be combined with "

@@ -10,6 +10,7 @@ from pydantic import Field
 from mt_core.config.fields import NonNegativeInt, PositiveInt
 from mt_core.config.schema import Config
 from mt_core.errors import ConfigError
+from mt_models.deepseek_v32.config import check_indexer_layout
 from mt_models.kimi_linear.config import KimiLinearConfig, check_kimi_linear, shrink_kimi_linear
 
 
@@ -70,28 +71,7 @@ def check_glm5_next(config: Config) -> None:
         raise ConfigError(
             "model.dsa_indexer_head_dim=1: the norm of a key of one channel makes all keys equal; it can be 2 or more"
         )
-    _check_layout(config, model)
-
-
-def _check_layout(config: Config, model: Glm5NextConfig) -> None:
-    if config.parallel.context_parallel_size > 1:
-        raise ConfigError(
-            f"parallel.context_parallel_size={config.parallel.context_parallel_size} cannot be combined with "
-            f"model.family={model.family}: the indexer chooses among the keys of the whole sequence, which other ranks "
-            "hold; set it to 1, and share a sequence by parallel.tensor_model_parallel_size and "
-            "parallel.sequence_parallel"
-        )
-    if model.attention_backend == "flex" and config.data.seq_length > model.dsa_indexer_topk:
-        raise ConfigError(
-            f"model.attention_backend=flex cannot serve data.seq_length={config.data.seq_length} above "
-            f"model.dsa_indexer_topk={model.dsa_indexer_topk}: the choice of keys is one for all heads, which it does "
-            "not take; use sdpa or auto"
-        )
-    if config.numerics.batch_invariant:
-        raise ConfigError(
-            f"numerics.batch_invariant cannot be combined with model.family={model.family}: its kernels of attention "
-            "leave no keys out; set it to false"
-        )
+    check_indexer_layout(config, model)
 
 
 def shrink_glm5_next(model: Mapping[str, Any], seq_length: int) -> dict[str, Any]:
