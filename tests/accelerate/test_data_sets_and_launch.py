@@ -51,12 +51,15 @@ megatron_lm_config: {megatron_lm_use_distributed_optimizer: true, megatron_lm_gr
 
 @pytest.mark.dist
 @pytest.mark.long
-def test_mt_launch_runs_a_script_with_the_files_layout(tmp_path: Path, monkeypatch, capfd) -> None:
+@pytest.mark.parametrize("separator", [[], pytest.param(["--"], marks=pytest.mark.exhaustive)])
+def test_mt_launch_runs_a_script_with_the_files_layout(
+    tmp_path: Path, monkeypatch, capfd, separator: list[str]
+) -> None:
     (tmp_path / "script.py").write_text(SCRIPT)
     (tmp_path / "megatron.yaml").write_text(YAML)
     monkeypatch.setenv("PYTHONPATH", str(Path(__file__).parents[2]))
     command = ["launch", "--config_file", str(tmp_path / "megatron.yaml"), str(tmp_path / "script.py")]
-    code = main.run([*command, "--", "--folder", str(tmp_path / "state")])
+    code = main.run([*command, *separator, "--folder", str(tmp_path / "state")])
     written = capfd.readouterr()
     assert code == 0, written.err
     (line,) = [line for line in written.out.splitlines() if line.startswith("losses")]

@@ -5,150 +5,61 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Annotated, Any
 
 import typer
 
-from mt_accelerate.megatron_lm_plugin import MegatronLMPlugin
+from mt_accelerate.launch_options import (
+    AWS,
+    DEEPSPEED,
+    DYNAMO,
+    FP8,
+    FSDP,
+    PARALLELISM,
+    TPU,
+    merged,
+    read_options,
+)
 from mt_core.config.files import read_values
 from mt_core.errors import ConfigError, did_you_mean
-from mt_import.readers.accelerate import PREFIX, TOP, VARIABLE_PREFIX, import_accelerate
-
-# -- options of `accelerate launch`: those before the program are the launcher's ---------------------
-
-VALUES: Mapping[str, str] = {
-    "num_processes": "num_processes",
-    "nproc": "num_processes",
-    "num_machines": "num_machines",
-    "machine_rank": "machine_rank",
-    "main_process_ip": "main_process_ip",
-    "main_process_port": "main_process_port",
-    "mixed_precision": "mixed_precision",
-    "gradient_accumulation_steps": "gradient_accumulation_steps",
-    "num_cpu_threads_per_process": "num_cpu_threads_per_process",
-    "max_restarts": "max_restarts",
-    "log_dir": "log_dir",
-}
-"""Option with a value -> key of Accelerate's file, or of what only the launcher uses."""
-FLAGS: Mapping[str, Mapping[str, Any]] = {
-    "cpu": {"use_cpu": True},
-    "multi_gpu": {},
-    "use_megatron_lm": {"distributed_type": "MEGATRON_LM"},
-    "module": {"module": True},
-    "m": {"module": True},
-    "quiet": {},
-    "same_network": {},
-}
-"""Option without a value -> keys."""
-FORCED: Mapping[str, str] = {
-    "use_deepspeed": "MegatronLMPlugin's fields share the work: --use_megatron_lm",
-    "use_fsdp": "--use_megatron_lm --megatron_lm_use_custom_fsdp true is FSDP2",
-    "use_parallelism_config": "--use_megatron_lm --megatron_lm_tp_degree N",
-    "tpu": "mt runs on CPUs and CUDA GPUs",
-    "dynamo_backend": "call torch.compile in the program",
-    "no_python": "the program is a Python file",
-    "gpu_ids": "set CUDA_VISIBLE_DEVICES",
-}
-"""Options that are refused -> what does the same."""
-
-
-@dataclass
-class LaunchOptions:
-    """config_file: of --config_file. values: keys by option, which win over the file's. program: and its arguments."""
-
-    config_file: str | None = None
-    values: dict[str, Any] = field(default_factory=dict)
-    program: list[str] = field(default_factory=list)
-
-
-def read_options(words: Sequence[str]) -> LaunchOptions:
-    """Raises ConfigError for an unknown option, a missing value and a missing program."""
-    options, rest = LaunchOptions(), list(words)
-    while rest and rest[0].startswith("-") and rest[0] != "--":
-        word = rest.pop(0)
-        name, given, value = word.lstrip("-").partition("=")
-        name = name.replace("-", "_")
-        if name in FLAGS and not given:
-            options.values |= FLAGS[name]
-            continue
-        key = _key(name, word)
-        if not given:
-            if not rest:
-                raise ConfigError(f"{word} needs a value")
-            value = rest.pop(0)
-        if key == "config_file":
-            options.config_file = value
-        else:
-            options.values[key] = _typed(value)
-    if rest[:1] == ["--"]:
-        rest = rest[1:]
-    if not rest:
-        raise ConfigError("mt launch needs a program: mt launch [OPTIONS] FILE [ITS ARGUMENTS]")
-    # `FILE -- --option`, as earlier versions of mt required it, too.
-    options.program = [rest[0], *(rest[2:] if rest[1:2] == ["--"] else rest[1:])]
-    return options
-
-
-def _key(name: str, word: str) -> str:
-    if name == "config_file":
-        return name
-    if name in FORCED:
-        raise ConfigError(f"{word}: {FORCED[name]}")
-    if name in VALUES:
-        return VALUES[name]
-    if name.startswith(PREFIX) and name.removeprefix(PREFIX) in MegatronLMPlugin.model_fields:
-        return f"megatron_lm_config.{name}"
-    fields = [PREFIX + one for one in MegatronLMPlugin.model_fields]
-    known = ["config_file", *VALUES, *FLAGS, *fields]
-    raise ConfigError(
-        f"mt launch has no option {word}{did_you_mean(name, known)}; options of the program stand behind its file"
-    )
-
-
-def _typed(value: str) -> Any:
-    """Numbers and truth values of a command line, as YAML has them."""
-    if value.lower() in ("true", "false"):
-        return value.lower() == "true"
-    return int(value) if value.isdecimal() else value
-
-
-def merged(values: Mapping[str, Any], options: Mapping[str, Any]) -> dict[str, Any]:
-    """The file's keys with those of options."""
-    keys, prefix = dict(values), "megatron_lm_config."
-    plugin = dict(keys.get("megatron_lm_config") or {})
-    for key, value in options.items():
-        if key.startswith(prefix):
-            plugin[key.removeprefix(prefix)] = value
-            keys["distributed_type"] = "MEGATRON_LM"
-        else:
-            keys[key] = value
-    return {**keys, "megatron_lm_config": plugin} if plugin else keys
-
+from mt_import.readers.accelerate import DTYPES, PREFIX, TOP, VARIABLE_PREFIX, import_accelerate
 
 PLAIN_TYPES = ("NO", "MULTI_CPU", "MULTI_GPU")
 NOT_DONE: Mapping[str, str] = {
-    "deepspeed_config": FORCED["use_deepspeed"],
-    "fsdp_config": FORCED["use_fsdp"],
-    "parallelism_config": FORCED["use_parallelism_config"],
-    "fp8_config": "mixed_precision: fp8 is precision.fp8_format of mt",
-    "dynamo_config": FORCED["dynamo_backend"],
-    "dynamo_backend": FORCED["dynamo_backend"],
-    "gpu_ids": FORCED["gpu_ids"],
+    "deepspeed_config": DEEPSPEED,
+    "fsdp_config": FSDP,
+    "parallelism_config": PARALLELISM,
+    "fp8_config": FP8,
+    "dynamo_config": DYNAMO,
+    "dynamo_backend": DYNAMO,
     "mpirun_config": "torchrun starts the processes",
-    "downcast_bf16": FORCED["tpu"],
-    "commands": FORCED["tpu"],
-    "command_file": FORCED["tpu"],
+    "downcast_bf16": TPU,
+    "commands": TPU,
+    "command_file": TPU,
 }
 """Keys of Accelerate's file -> what does the same."""
 UNSET: tuple[Any, ...] = (None, False, "", "no", "NO", "false", "all", {}, [])
 """Values with which such a key asks for nothing."""
+LOCAL = ("LOCAL_MACHINE", None)
+RENDEZVOUS = ("static", "c10d")
 DEFAULT_PORT = 29500
-LAUNCHERS = ("module", "num_cpu_threads_per_process", "max_restarts", "log_dir", "gradient_accumulation_steps")
+TORCHRUN: Mapping[str, str] = {
+    "max_restarts": "--max-restarts",
+    "monitor_interval": "--monitor-interval",
+    "role": "--role",
+    "rdzv_conf": "--rdzv-conf",
+    "log_dir": "--log-dir",
+    "tee": "--tee",
+}
+LAUNCHERS = (*TORCHRUN, "module", "no_python", "num_cpu_threads_per_process", "gradient_accumulation_steps")
 """Values that the launcher alone uses, which Accelerate's file does not have."""
-TORCHRUN: Mapping[str, str] = {"max_restarts": "--max-restarts", "log_dir": "--log-dir"}
+IDLE: Mapping[str, str] = {
+    "debug": "ACCELERATE_DEBUG_MODE is set, and mt makes no further checks of collectives by it",
+    "enable_cpu_affinity": "processes are not bound to cores; numactl and taskset do so",
+}
+"""Settings that change no result -> what becomes of them, for stderr."""
 
 
 def launch(
@@ -158,65 +69,79 @@ def launch(
 ) -> None:
     """Run a script for Accelerate on several processes; torchrun starts them."""
     options = read_options(words)
-    values = checked_values(merged(_read(options.config_file), options.values))
+    path = _file(options.config_file, options.values)
+    values = checked_values(merged(_read(path), options.values))
+    for key, reason in IDLE.items():
+        if values.get(key) not in UNSET:
+            _say(f"{key}: {reason}")
+    values["num_processes"] = number_of_processes(values)
     command = launch_command(values, None, options.program)
     raise typer.Exit(subprocess.call(command, env={**os.environ, **launch_variables(values)}))
 
 
-# The words are read by `launch_options`: the program's own options stand behind its file without a `--`.
+# The words are read by `read_options`: the program's own options stand behind its file without a `--`.
 launch.context_settings = {"ignore_unknown_options": True, "allow_interspersed_args": False}  # type: ignore[attr-defined]
 
 
-def launch_command(values: Mapping[str, Any], num_processes: int | None, program: list[str]) -> list[str]:
-    """torchrun with the processes of this machine. Raises ConfigError for numbers that do not fit."""
-    total, machines = num_processes or int(values.get("num_processes") or 1), int(values.get("num_machines") or 1)
-    if total % machines:
-        raise ConfigError(f"num_processes={total} is no multiple of num_machines={machines}; it counts all machines'")
-    # This interpreter's torchrun, whatever PATH has first.
-    words = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", str(total // machines)]
-    words += [word for key, option in TORCHRUN.items() if key in values for word in (option, str(values[key]))]
-    program = ["-m", *program] if values.get("module") else program
-    if machines == 1:
-        return [*words, "--standalone", *program]
-    if values.get("main_process_ip") is None:
-        raise ConfigError(f"num_machines={machines} needs main_process_ip, the address of the first")
-    words += ["--nnodes", str(machines), "--node-rank", str(values.get("machine_rank") or 0)]
-    words += ["--master-addr", str(values["main_process_ip"])]
-    return [*words, "--master-port", str(values.get("main_process_port") or DEFAULT_PORT), *program]
+def _say(text: str) -> None:
+    print(f"mt launch: {text}", file=sys.stderr)
 
 
-def launch_variables(values: Mapping[str, Any]) -> dict[str, str]:
-    """What `accelerate launch` passes to the program in the environment."""
-    fields = {
-        f"{VARIABLE_PREFIX}{name.removeprefix(PREFIX).upper()}": str(value)
-        for name, value in (values.get("megatron_lm_config") or {}).items()
-    }
-    variables = dict(fields)
-    if uses_megatron(values):
-        variables["ACCELERATE_USE_MEGATRON_LM"] = "true"
-    variables["ACCELERATE_MIXED_PRECISION"] = str(values.get("mixed_precision") or "no")
-    if values.get("use_cpu"):
-        variables["ACCELERATE_USE_CPU"] = "true"
-    if steps := values.get("gradient_accumulation_steps"):
-        variables["ACCELERATE_GRADIENT_ACCUMULATION_STEPS"] = str(steps)
-    if threads := values.get("num_cpu_threads_per_process"):
-        variables["OMP_NUM_THREADS"] = str(threads)
-    return variables
+# -- the file of `accelerate config` -----------------------------------------------------------------
 
 
-def uses_megatron(values: Mapping[str, Any]) -> bool:
-    return values.get("distributed_type") == "MEGATRON_LM" or bool(values.get("megatron_lm_config"))
+def default_file() -> Path:
+    """Where `accelerate config` writes."""
+    cache = os.environ.get("XDG_CACHE_HOME", "~/.cache")
+    home = os.environ.get("HF_HOME", os.path.join(cache, "huggingface"))
+    return Path(home).expanduser() / "accelerate" / "default_config.yaml"
+
+
+def _file(given: str | None, options: Mapping[str, Any]) -> Path | None:
+    """The file to read. As `accelerate launch`, which takes the default one unless there is --cpu."""
+    if given is not None:
+        return Path(given)
+    path = default_file()
+    if options.get("use_cpu") or not path.is_file():
+        return None
+    _say(f"reads {path}, as accelerate launch does without --config_file; with --cpu it is left out")
+    return path
+
+
+def _read(path: Path | None) -> Mapping[str, Any]:
+    """The file's keys. Raises ConfigError for one that is not Accelerate's."""
+    if path is None:
+        return {}
+    values = read_values(path)
+    if not isinstance(values, dict):
+        raise ConfigError(f"{path}: got a {type(values).__name__}, expected the keys of accelerate config")
+    return values
 
 
 def checked_values(values: dict[str, Any]) -> dict[str, Any]:
-    """Raises ConfigError for keys and fields that Accelerate does not have."""
+    """Raises ConfigError for keys and fields that Accelerate does not have, and for what is not done."""
     keys = {key: value for key, value in values.items() if key not in LAUNCHERS}
+    _require_choice(keys, "rdzv_backend", RENDEZVOUS)
+    _require_choice(keys, "mixed_precision", tuple(DTYPES))
+    if keys.get("compute_environment") not in LOCAL:
+        raise ConfigError(f"mt launch: compute_environment={keys['compute_environment']} is not done: {AWS}")
     if uses_megatron(values):
         # For its checks alone: the program reads the values from the environment.
         import_accelerate(keys, "mt launch")
     else:
         _require_plain(keys)
     return values
+
+
+def uses_megatron(values: Mapping[str, Any]) -> bool:
+    return values.get("distributed_type", "MEGATRON_LM" if values.get("megatron_lm_config") else "NO") == "MEGATRON_LM"
+
+
+def _require_choice(keys: Mapping[str, Any], name: str, choices: tuple[str, ...]) -> None:
+    value = keys.get(name)
+    # YAML reads a `no` without quotation marks as false.
+    if value not in (None, "", False) and str(value).lower() not in choices:
+        raise ConfigError(f"mt launch: {name}={value} is not done; it can be {', '.join(choices)}")
 
 
 def _require_plain(keys: Mapping[str, Any]) -> None:
@@ -226,7 +151,8 @@ def _require_plain(keys: Mapping[str, Any]) -> None:
             raise ConfigError(f"mt launch: Accelerate has no key {key}{did_you_mean(key, TOP)}")
         if key in NOT_DONE and value not in UNSET and not _is_off(value):
             raise ConfigError(f"mt launch: {key}={value!r} is not done: {NOT_DONE[key]}")
-    kind = str(keys.get("distributed_type", "NO"))
+    # YAML reads a `NO` without quotation marks as false.
+    kind = str(keys.get("distributed_type") or "NO")
     if kind not in PLAIN_TYPES:
         raise ConfigError(
             f"mt launch: distributed_type={kind} is not done; it can be {', '.join(PLAIN_TYPES)}, MEGATRON_LM "
@@ -239,11 +165,88 @@ def _is_off(value: Any) -> bool:
     return isinstance(value, Mapping) and str(value.get("dynamo_backend", "")).lower() == "no"
 
 
-def _read(path: str | None) -> Mapping[str, Any]:
-    """The file's keys. Raises ConfigError for one that is not Accelerate's."""
-    if path is None:
-        return {}
-    values = read_values(Path(path))
-    if not isinstance(values, dict):
-        raise ConfigError(f"{path}: got a {type(values).__name__}, expected the keys of accelerate config")
-    return values
+# -- the processes -----------------------------------------------------------------------------------
+
+
+def number_of_processes(values: Mapping[str, Any]) -> int:
+    """Of all machines; one for each CUDA device, as `accelerate launch`, unless it is given.
+
+    Raises ConfigError for --multi_gpu where there is no device.
+    """
+    given = values.get("num_processes")
+    # -1: what `accelerate config` leaves where it was not asked.
+    if given is not None and int(given) > 0:
+        return int(given)
+    if values.get("use_cpu"):
+        return int(values.get("num_machines") or 1)
+    devices = number_of_devices(values)
+    if values.get("distributed_type") == "MULTI_GPU" and not devices:
+        raise ConfigError(
+            "--multi_gpu: torch sees no CUDA device here; give --num_processes N, with --cpu in place of --multi_gpu "
+            "for processes on CPUs"
+        )
+    total = max(devices, 1) * int(values.get("num_machines") or 1)
+    if devices > 1:
+        _say(f"{total} processes, one for each CUDA device; --num_processes N is another number")
+    return total
+
+
+def number_of_devices(values: Mapping[str, Any]) -> int:
+    """Visible CUDA devices of this machine, or those of gpu_ids."""
+    if chosen := _chosen_devices(values):
+        return len(chosen.split(","))
+    import torch
+
+    return torch.cuda.device_count()
+
+
+def _chosen_devices(values: Mapping[str, Any]) -> str | None:
+    """gpu_ids, as CUDA_VISIBLE_DEVICES has them; None for all."""
+    chosen = values.get("gpu_ids")
+    # YAML reads `0` as a number, which is one device.
+    return None if chosen in (None, "", "all") else str(chosen).replace(" ", "")
+
+
+def launch_command(values: Mapping[str, Any], num_processes: int | None, program: list[str]) -> list[str]:
+    """torchrun with the processes of this machine. Raises ConfigError for numbers that do not fit."""
+    total, machines = num_processes or int(values.get("num_processes") or 1), int(values.get("num_machines") or 1)
+    if total % machines:
+        raise ConfigError(f"num_processes={total} is no multiple of num_machines={machines}; it counts all machines'")
+    # This interpreter's torchrun, whatever PATH has first.
+    words = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", str(total // machines)]
+    words += [word for key, option in TORCHRUN.items() if values.get(key) for word in (option, str(values[key]))]
+    program = ["-m", *program] if values.get("module") else program
+    program = ["--no-python", *program] if values.get("no_python") else program
+    if machines == 1:
+        # A free port and c10d; the same for one machine as `static`.
+        return [*words, "--standalone", *program]
+    if values.get("main_process_ip") is None:
+        raise ConfigError(f"num_machines={machines} needs main_process_ip, the address of the first")
+    address, port = str(values["main_process_ip"]), str(values.get("main_process_port") or DEFAULT_PORT)
+    words += ["--nnodes", str(machines), "--node-rank", str(values.get("machine_rank") or 0)]
+    if str(values.get("rdzv_backend")).lower() == "c10d":
+        return [*words, "--rdzv-backend", "c10d", "--rdzv-endpoint", f"{address}:{port}", *program]
+    return [*words, "--master-addr", address, "--master-port", port, *program]
+
+
+def launch_variables(values: Mapping[str, Any]) -> dict[str, str]:
+    """What `accelerate launch` passes to the program in the environment."""
+    variables: dict[str, str] = {}
+    if uses_megatron(values):
+        fields = values.get("megatron_lm_config") or {}
+        variables = {
+            f"{VARIABLE_PREFIX}{name.removeprefix(PREFIX).upper()}": str(value) for name, value in fields.items()
+        }
+        variables["ACCELERATE_USE_MEGATRON_LM"] = "true"
+    variables["ACCELERATE_MIXED_PRECISION"] = str(values.get("mixed_precision") or "no")
+    if values.get("use_cpu"):
+        variables["ACCELERATE_USE_CPU"] = "true"
+    if values.get("debug"):
+        variables["ACCELERATE_DEBUG_MODE"] = "true"
+    if chosen := _chosen_devices(values):
+        variables["CUDA_VISIBLE_DEVICES"] = chosen
+    if steps := values.get("gradient_accumulation_steps"):
+        variables["ACCELERATE_GRADIENT_ACCUMULATION_STEPS"] = str(steps)
+    if threads := values.get("num_cpu_threads_per_process"):
+        variables["OMP_NUM_THREADS"] = str(threads)
+    return variables
