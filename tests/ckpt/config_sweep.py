@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import filecmp
 import json
 import logging
 import shutil
@@ -47,10 +48,36 @@ class Outcome(StrEnum):
     UNJUDGED = "no model to transformers, which is one to mt"
     NAMELESS = "refused without the name of the field"
     SILENT = "read as a model that computes something else"
+    SILENT_IN_TRAINING = "read as a model that trains otherwise"
     TRACEBACK = "no MtError"
 
 
-FAILURES = {Outcome.SILENT, Outcome.TRACEBACK, Outcome.NAMELESS}
+FAILURES = {Outcome.SILENT, Outcome.SILENT_IN_TRAINING, Outcome.TRACEBACK, Outcome.NAMELESS}
+ROUTER_LOSS = ("output_router_logits", "router_aux_loss_coef")
+"""Fields of a class whose loss has that of balance only if logits of routers are asked for: the unchanged case asks."""
+
+
+@dataclass(frozen=True)
+class Passes:
+    """Outputs of a model. training: with dropout, from the same seed; None: such a pass is not possible. loss: of the
+    pass in training, with that of the routers, for a class that adds it. config: the keys of [model] that mt has read.
+    """
+
+    output: Tensor
+    training: Tensor | None
+    loss: Tensor | None = None
+    config: Any = None
+
+    def trains_as(self, other: Passes) -> bool:
+        """False where one of both cannot train."""
+        if self.training is None or other.training is None or not alike(self.training, other.training):
+            return False
+        return self.loss is None or other.loss is None or alike(self.loss, other.loss)
+
+    @property
+    def draws(self) -> bool:
+        """Whether training has dropout or other noise."""
+        return self.training is not None and not alike(self.training, self.output)
 
 
 @dataclass(frozen=True)
@@ -74,20 +101,38 @@ class Sweep:
     """
 
     def __init__(self, name: str, folder: Path, host: PluginHost) -> None:
-        self.name, self.case, self.folder, self.host = name, with_few_positions(CASES[name]), folder, host
+        self.name, self.folder, self.host = name, folder, host
+        self.case = with_router_loss(with_few_positions(CASES[name]))
         self.kind = class_named(self.case.model)
         model = make_model(self.case)
         self.config, self.base = model.config, folder / "base"
-        self.shapes = shapes_of(model)
+        self.misfits: set[str] = set()
         save(model, self.base)
         self.external = json.loads((self.base / CONFIG).read_text())
-        self.output = self._theirs(self.base)
+        self.parsed = type(self.config).from_pretrained(self.base).to_dict()
+        self.ours_unchanged: Passes | None = None
+        with recorded_reads() as self.read:
+            model, self.misfits = self._loaded(self.base)
+            self.unchanged = self._theirs(model, self.base)
+        self.ours_unchanged = self._ours(self.base)
+        self._require_alike()
         self.known = next(
             maps[model.config.model_type]
             for spec in host[MODELS]
             if spec.name == self.case.family
             for maps in [spec.name_maps["hf"].load().model_types]
         )
+
+    def _require_alike(self) -> None:
+        """What is refused or harmless says nothing of a case that is not the same before the change."""
+        theirs, ours = self.unchanged, self.ours_unchanged
+        assert ours is not None
+        if not alike(ours.output, theirs.output):
+            raise AssertionError(f"{self.name}: mt computes something else from the unchanged model")
+        if theirs.training is not None and ours.draws != theirs.draws:
+            raise AssertionError(
+                f"{self.name}: of the unchanged model transformers draws {theirs.draws}, mt {ours.draws}"
+            )
 
     def changes(self) -> list[tuple[config_values.Path, Any]]:
         config = copy.deepcopy(self.config)
@@ -100,7 +145,8 @@ class Sweep:
     def judge(self, path: config_values.Path, value: Any) -> Judged:
         folder = self.folder / "changed"
         shutil.rmtree(folder, ignore_errors=True)
-        outcome, why = self._judged(folder, path, value)
+        with without_initial_values():
+            outcome, why = self._judged(folder, path, value)
         return Judged(self.name, path, value, outcome, why)
 
     def _judged(self, folder: Path, path: config_values.Path, value: Any) -> tuple[Outcome, str]:
@@ -118,67 +164,97 @@ class Sweep:
             beyond = isinstance(error, IndexError) and "out of range in self" in str(error)
             unfit = beyond or (theirs is None and "pixel_values" in sweep_inputs(self.case))
             return (Outcome.UNJUDGED if unfit else Outcome.TRACEBACK), f"{type(error).__name__}: {error}"
-        if theirs is None:
-            return Outcome.UNJUDGED, reason
-        if not alike(ours, theirs):
-            return Outcome.SILENT, f"by {(ours - theirs).abs().max():.3g}" if ours.shape == theirs.shape else "shape"
-        return (Outcome.HARMLESS if alike(theirs, self.output) else Outcome.SAME), ""
+        return (Outcome.UNJUDGED, reason) if theirs is None else self._compared(theirs, ours)
 
-    def _refusal(self, theirs: Tensor | None, path: config_values.Path, why: str) -> tuple[Outcome, str]:
+    def _compared(self, theirs: Passes, ours: Passes) -> tuple[Outcome, str]:
+        first, second = without_padding(ours.output, theirs.output.shape[-1]), theirs.output
+        if not alike(first, second):
+            return Outcome.SILENT, f"by {(first - second).abs().max():.3g}" if first.shape == second.shape else "shape"
+        if not alike(second, self.unchanged.output):
+            return Outcome.SAME, ""
+        if theirs.training is None:
+            return Outcome.HARMLESS, ""
+        # Both draw other numbers: what can be compared is whether the changed field acts.
+        assert self.ours_unchanged is not None
+        changed, also = (not a.trains_as(b) for a, b in ((theirs, self.unchanged), (ours, self.ours_unchanged)))
+        if changed and not also and theirs.loss is not None:
+            also = ours.config != self.ours_unchanged.config  # losses of routers are added while gradients are computed
+        if changed != also:
+            return Outcome.SILENT_IN_TRAINING, f"transformers {'does' if changed else 'does not'}, mt the other"
+        return (Outcome.SAME if changed else Outcome.HARMLESS), ""
+
+    def _refusal(self, theirs: Passes | None, path: config_values.Path, why: str) -> tuple[Outcome, str]:
         if theirs is None:
             return Outcome.REFUSED_BOTH, why
         # By its name in config.json under any spelling, or by the key of [model] that it becomes.
         names = {path[-1], self.config.attribute_map.get(path[-1], path[-1]), "model."}
         if not any(name in why for name in names):
             return Outcome.NAMELESS, why
-        harmless = alike(theirs, self.output) and self._trains_alike(self.folder / "changed")
+        harmless = alike(theirs.output, self.unchanged.output) and theirs.trains_as(self.unchanged)
         return (Outcome.REFUSED_HARMLESS if harmless else Outcome.REFUSED), why
 
-    def _reference(self, folder: Path, external: dict[str, Any]) -> Tensor:
+    def _reference(self, folder: Path, external: dict[str, Any]) -> Passes:
         """What transformers computes, from a folder that it has written but for the changed field."""
         folder.mkdir()
         (folder / CONFIG).write_text(json.dumps(external))
         shutil.copy(self.base / WEIGHTS, folder)
-        config = type(self.config).from_pretrained(folder)
-        with torch.device("meta"):
-            model = self.kind(copy.deepcopy(config))
+        parsed = type(self.config).from_pretrained(folder)
+        if not changed_fields(parsed.to_dict(), self.parsed) & self.read:
+            return self.unchanged
+        model, misfits = self._loaded(folder)
         # Of a model that is tied or not the names in memory are the same, and those in the file are not.
-        tied, was_tied = (getattr(found, "tie_word_embeddings", None) for found in (config, self.config))
-        if shapes_of(model) != self.shapes or tied != was_tied:
-            save(self.kind(config), folder)
+        tied, was_tied = (getattr(found, "tie_word_embeddings", None) for found in (model.config, self.config))
+        if misfits or tied != was_tied:
+            save(self.kind(parsed), folder)
             (folder / CONFIG).write_text(json.dumps(external))
-        return self._theirs(folder)
+            model, _ = self._loaded(folder)
+        return self._theirs(model, folder)
 
-    def _theirs(self, folder: Path, *, training: bool = False) -> Tensor:
-        model = self.kind.from_pretrained(folder, dtype=torch.float32, attn_implementation="eager").train(training)
+    def _loaded(self, folder: Path) -> tuple[nn.Module, set[str]]:
+        """The model of transformers in fp32, and names of tensors that do not fit it, but for those that never do."""
+        model, about = self.kind.from_pretrained(
+            folder,
+            dtype=torch.float32,
+            attn_implementation="eager",
+            output_loading_info=True,
+            ignore_mismatched_sizes=True,
+        )
+        names = {str(name) for key in ("missing_keys", "unexpected_keys", "mismatched_keys") for name in about[key]}
+        return model, names - self.misfits
+
+    def _theirs(self, model: nn.Module, folder: Path) -> Passes:
+        inputs = self._inputs(folder)
+        with torch.no_grad():
+            output = first_output(model.eval()(**inputs, return_dict=True))
+            try:
+                trained = self._trained(model.train(), inputs)
+            except Exception:  # such as a probability above 1
+                return Passes(output, None)
+        return Passes(output, first_output(trained), getattr(trained, "loss", None))
+
+    def _trained(self, model: nn.Module, inputs: dict[str, Tensor]) -> Any:
+        labels = {"labels": inputs["input_ids"]} if has_router_loss(self.config) else {}
         # The same dropout for the same probabilities.
         torch.manual_seed(0)
-        with torch.no_grad():
-            output = model(**self._inputs(folder), return_dict=True)
-        named = [getattr(output, key, None) for key in ("logits", "prediction_logits", "last_hidden_state")]
-        return next(tensor for tensor in named if tensor is not None)
+        return model(**inputs, **labels, return_dict=True)
 
-    def _trains_alike(self, folder: Path) -> bool:
-        """Whether the changed value changes nothing in training either, where dropout is on."""
-        try:
-            return alike(self._theirs(folder, training=True), self._theirs(self.base, training=True))
-        except Exception:  # such as a probability above 1
-            return False
-
-    def _ours(self, folder: Path) -> Tensor:
+    def _ours(self, folder: Path) -> Passes:
         """What mt computes from the same folder."""
         reader = open_checkpoint(folder, self.host)
         config = model_config(reader, self.host)
+        before = self.ours_unchanged
+        if before is not None and config.model == before.config and same_bytes(folder / WEIGHTS, self.base / WEIGHTS):
+            return before
         shapes = {name: layout.shape for name, layout in expected_parameters(config, self.host).items()}
         require_fit(reader, shapes, MODEL)
         model = build_model(config, self.host).eval()
         load_parameters(model.named_parameters(), reader, parameter_layouts(model), MODEL, ParallelContext())
+        inputs = as_ours(self.case, self._inputs(folder))
         with torch.no_grad():
-            output = model(**as_ours(self.case, self._inputs(folder)))
-        if isinstance(output, Tensor):
-            return output
-        logits = getattr(output, "logits", None)
-        return output.hidden_states if logits is None else logits
+            output = our_output(model(**inputs))
+            torch.manual_seed(0)
+            training = our_output(model.train()(**inputs))
+        return Passes(output, training, config=config.model)
 
     def _inputs(self, folder: Path) -> dict[str, Tensor]:
         external = json.loads((folder / CONFIG).read_text())
@@ -206,6 +282,58 @@ class Sweep:
         """Spectrograms with the mel bins of a changed config.json."""
         bins = external["audio_config"]["num_mel_bins"]
         return {"input_features": reference_features(SOUNDS, bins)[0]} if isinstance(bins, int) and bins > 0 else {}
+
+
+def without_padding(logits: Tensor, size: int) -> Tensor:
+    """Without ids behind the first ones to which a model gives no probability, where transformers leaves them out."""
+    return logits[..., :size] if bool((logits[..., size:] == float("-inf")).all()) else logits
+
+
+def first_output(output: Any) -> Tensor:
+    named = [getattr(output, key, None) for key in ("logits", "prediction_logits", "last_hidden_state")]
+    return next(tensor for tensor in named if tensor is not None)
+
+
+def our_output(output: Any) -> Tensor:
+    if isinstance(output, Tensor):
+        return output
+    logits = getattr(output, "logits", None)
+    found: Tensor = output.hidden_states if logits is None else logits
+    return found
+
+
+@contextmanager
+def recorded_reads() -> Iterator[set[str]]:
+    """Names of fields that are read of any configuration of transformers meanwhile: another one can change nothing."""
+    kind, names = transformers.PreTrainedConfig, set[str]()
+    read = kind.__getattribute__
+
+    def recorded(self: Any, name: str) -> Any:
+        names.add(object.__getattribute__(self, "attribute_map").get(name, name))
+        return read(self, name)
+
+    kind.__getattribute__ = recorded
+    try:
+        yield names
+    finally:
+        kind.__getattribute__ = read
+
+
+def changed_fields(first: Any, second: Any) -> set[str]:
+    """Names of fields, at any depth, in which two contents of config.json differ."""
+    if not isinstance(first, dict) or not isinstance(second, dict):
+        return set()
+    names = {name for name in {*first, *second} if first.get(name) != second.get(name)}
+    within = (changed_fields(first.get(name), second.get(name)) for name in names)
+    return names.union(*within)
+
+
+def same_bytes(first: Path, second: Path) -> bool:
+    return filecmp.cmp(first, second, shallow=False)
+
+
+def has_router_loss(config: Any) -> bool:
+    return all(hasattr(config, key) for key in ROUTER_LOSS)
 
 
 DYNAMIC = (
@@ -236,8 +364,9 @@ def with_few_positions(case: Case) -> Case:
     return replace(case, keys={**case.keys, "max_position_embeddings": 8}) if rotary and not case.parts else case
 
 
-def shapes_of(model: nn.Module) -> dict[str, torch.Size]:
-    return {name: tensor.shape for name, tensor in model.state_dict().items()}
+def with_router_loss(case: Case) -> Case:
+    found = has_router_loss(getattr(transformers, case.config)())
+    return replace(case, keys={**case.keys, "output_router_logits": True}) if found else case
 
 
 def save(model: nn.Module, folder: Path) -> None:
@@ -318,11 +447,26 @@ def as_ours(case: Case, inputs: dict[str, Tensor]) -> dict[str, Tensor]:
 
 
 @contextmanager
+def without_initial_values() -> Iterator[None]:
+    """Layers keep the memory that they get: all of their values come from files, and drawing them costs a third."""
+    kinds = (nn.Linear, nn.Embedding)
+    drawing = [kind.reset_parameters for kind in kinds]
+    for kind in kinds:
+        kind.reset_parameters = lambda self: None
+    try:
+        yield
+    finally:
+        for kind, method in zip(kinds, drawing, strict=True):
+            kind.reset_parameters = method
+
+
+@contextmanager
 def quiet() -> Iterator[None]:
     """Without the warnings of transformers about values that are varied on purpose."""
     level = logging.root.manager.disable
     logging.disable(logging.ERROR)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
+        transformers.utils.logging.disable_progress_bar()
         yield
     logging.disable(level)

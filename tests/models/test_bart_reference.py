@@ -55,6 +55,28 @@ KINDS: dict[str, tuple[str, dict[str, Any]]] = {
 }
 
 
+def test_dropout_between_the_matrices_of_the_feed_forward(host) -> None:
+    """With every element dropped, the feed-forward adds the bias of its second matrix alone, as transformers' does."""
+    reference = reference_of("mbart", activation_dropout=1.0, dropout=0.0, attention_dropout=0.0)
+    model = from_reference(host, HUGGING_FACE, reference)
+    tokens = torch.arange(1, 9)[None]
+    with torch.no_grad():
+        expected = reference.train()(input_ids=tokens, decoder_input_ids=tokens).logits
+        actual = model.train()(encoder_tokens=tokens, decoder_tokens=tokens)
+        assert not torch.allclose(actual, model.eval()(encoder_tokens=tokens, decoder_tokens=tokens), atol=1e-3)
+    torch.testing.assert_close(actual, expected, atol=1e-5, rtol=1e-5)
+
+
+@pytest.mark.parametrize(
+    ("field", "value"),
+    [("encoder_layerdrop", 0.1), ("decoder_layerdrop", 0.1), ("num_attention_heads", 2), ("hidden_size", 64)],
+)
+def test_what_trains_or_computes_otherwise_is_refused(field: str, value: float) -> None:
+    external = {**reference_of("bart").config.to_dict(), field: value}
+    with pytest.raises(ConfigError, match=field):
+        HUGGING_FACE.read_config(external)
+
+
 def reference_of(kind: str, **more: Any) -> nn.Module:
     name, keys = KINDS[kind]
     reference = make_reference(CLASSES[name], SHAPE | keys | more, scale=0.15)

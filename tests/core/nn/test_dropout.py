@@ -6,7 +6,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from mt_core.nn.dropout import AtSample, AttentionDropout, DropoutStreams
+from mt_core.nn.dropout import AtSample, AttentionDropout, DropoutStreams, InnerDropout
 from mt_core.parallel.context import Axis, AxisName, ParallelContext
 from mt_core.train import Trainer
 
@@ -30,6 +30,23 @@ def test_ranks_with_other_heads_drop_other_attention_weights() -> None:
 def test_attention_dropout_depends_on_the_sample_and_not_on_who_has_it(axis) -> None:
     assert torch.equal(attention_mask(axis, 0, sample=3), attention_mask(axis, 1, sample=3))
     assert not torch.equal(attention_mask(axis, 0, sample=3), attention_mask(axis, 0, sample=4))
+
+
+def test_ranks_drop_their_columns_of_a_feed_forward_as_one_rank_does() -> None:
+    def dropped(x: torch.Tensor, context: ParallelContext) -> torch.Tensor:
+        dropout = InnerDropout(0.5, context)
+        dropout.streams, dropout.site = DropoutStreams(1), "decoder.layers.0.mlp.dropout"
+        return dropout(x)
+
+    x = torch.randn(2, 6, 8, generator=torch.Generator().manual_seed(0))
+    whole = dropped(x, ParallelContext())
+    parts = [
+        dropped(part, ParallelContext(axes={"tp": Axis(2, rank, None, (0, 1))}))
+        for rank, part in enumerate(x.chunk(2, -1))
+    ]
+    assert torch.equal(torch.cat(parts, -1), whole)
+    assert torch.equal(whole, torch.where(whole == 0.0, 0.0, 2.0 * x))
+    assert 0 < (whole == 0.0).sum() < whole.numel()
 
 
 @pytest.mark.parametrize("kind", ["hidden", "attention"])

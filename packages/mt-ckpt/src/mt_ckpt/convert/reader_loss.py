@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import inspect
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from importlib.util import find_spec
@@ -20,6 +20,8 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from mt_ckpt.convert.wrapped_readers import num_padding_rows, with_vocab_size
+from mt_ckpt.hugging_face.family import family_named
+from mt_ckpt.hugging_face.reader import open_checkpoint
 from mt_ckpt.model import build_model, model_config
 from mt_core.checkpoint_lookup import MODEL
 from mt_core.checkpoint_specs import CheckpointReader
@@ -60,6 +62,7 @@ HUGGING_FACE = "hf"
 COUNT_PADDING = ("megatron", "megatron-dist", "megatron-legacy")
 """Formats whose readers' softmax runs over the padding."""
 MT, TRANSFORMERS = "mt", "transformers"
+HEAD = "lm_head.weight"
 TRANSFORMERS_NAMES = {
     "tokens": "input_ids",
     "encoder_tokens": "input_ids",
@@ -209,9 +212,13 @@ def _loss_by_transformers(source: CheckpointReader, path: Path, host: PluginHost
         return None
     if not _has_class(path):
         return None
-    model = _transformers_model(path)
+    config = model_config(source, host).model
+    model, is_headless = _transformers_model(path, _of_left_out_parts(config, host))
     with torch.no_grad():
         output = model(**{TRANSFORMERS_NAMES[name]: ids for name, ids in inputs.items()})
+        if is_headless:
+            head = open_checkpoint(path, host).read_external(HEAD)  # [vocabulary, hidden size]
+            output = F.linear(output.last_hidden_state, head.float())
     loss = loss_of(output, inputs, num_ids)
     return None if loss is None else (loss, sum(parameter.numel() for parameter in model.parameters()))
 
@@ -223,8 +230,19 @@ def _has_class(path: Path) -> bool:
     return read_hf_config(path)["model_type"] in CONFIG_MAPPING
 
 
-def _transformers_model(path: Path) -> nn.Module:
-    """In fp32. Raises CheckpointError for tensors that its class misses or does not know.
+def _of_left_out_parts(config: Any, host: PluginHost) -> Callable[[str], bool]:
+    """Whether a name is that of a tensor which the family leaves out by its map, such as one of an image tower."""
+    family = family_named(config.family, host)
+    names = family.name_map(config)
+    return lambda name: bool(names.left_out((name, family.spelling(config, name))))
+
+
+def _transformers_model(path: Path, left_out: Callable[[str], bool]) -> tuple[nn.Module, bool]:
+    """The model in fp32, and whether the folder has an LM head and the class none, as that of a decoder which
+    transformers has with a head in a larger class alone.
+
+    Raises CheckpointError for tensors that the class misses or does not know, but for those of parts that the family
+    leaves out: the tower of such a larger class keeps initial values, which no text reads.
 
     Layers of multi-token prediction stand behind the others in the files, and its classes leave them out.
     """
@@ -232,29 +250,36 @@ def _transformers_model(path: Path) -> nn.Module:
 
     config = transformers.AutoConfig.from_pretrained(path, local_files_only=True)
     kind = getattr(transformers, (config.architectures or [""])[0], transformers.AutoModel)
-    with _without_progress_bars():
+    with _without_messages():
         model, about = kind.from_pretrained(path, dtype=torch.float32, output_loading_info=True, local_files_only=True)
     first, predicting = (getattr(config, key, 0) or 0 for key in ("num_hidden_layers", "num_nextn_predict_layers"))
-    left_out = tuple(f"model.layers.{number}." for number in range(first, first + predicting))
-    found = {what: about.get(what, ()) for what in ("missing_keys", "unexpected_keys", "mismatched_keys")}
-    found["unexpected_keys"] = [name for name in found["unexpected_keys"] if not name.startswith(left_out)]
+    behind = tuple(f"model.layers.{number}." for number in range(first, first + predicting))
+    found = {what: set(about.get(what, ())) for what in ("missing_keys", "unexpected_keys", "mismatched_keys")}
+    found["unexpected_keys"] = {name for name in found["unexpected_keys"] if not name.startswith(behind)}
+    found["missing_keys"] = {name for name in found["missing_keys"] if not left_out(name)}
+    is_headless = HEAD in found["unexpected_keys"] and model.get_output_embeddings() is None
+    if is_headless:
+        found["unexpected_keys"].remove(HEAD)
     problems = [
         f"{what.replace('_', ' ')} {', '.join(map(str, sorted(names)[:8]))}" for what, names in found.items() if names
     ]
     if problems:
         raise CheckpointError(f"{path}: written, but transformers' {kind.__name__} has {'; '.join(problems)}")
-    return model.eval()
+    return model.eval(), is_headless
 
 
 @contextmanager
-def _without_progress_bars() -> Iterator[None]:
-    """Hides the progress bars of Transformers: for a folder just written here they would only interrupt the report."""
+def _without_messages() -> Iterator[None]:
+    """Hides progress bars of Transformers, and its list of tensors that do not fit: for a folder just written here they
+    would only interrupt the report, which names what is wrong."""
     from transformers.utils import logging
 
-    enabled = logging.is_progress_bar_enabled()
+    enabled, level = logging.is_progress_bar_enabled(), logging.get_verbosity()
     logging.disable_progress_bar()
+    logging.set_verbosity_error()
     try:
         yield
     finally:
+        logging.set_verbosity(level)
         if enabled:
             logging.enable_progress_bar()

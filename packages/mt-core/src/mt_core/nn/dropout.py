@@ -131,6 +131,21 @@ class AttentionDropout(Dropout):
         return self.rate if self.training else 0.0
 
 
+class InnerDropout(Dropout):
+    """Dropout between the two matrices of a feed-forward, of whose columns each tensor-parallel rank has a part."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        """[B, S of whole sequences or of this rank's context-parallel chunks, F / tensor-parallel size] -> the same"""
+        rate, tp, cp = self.begin(), self.ctx.tp, self.ctx.cp
+        if rate == 0.0 or self.streams is None or (tp.size == 1 and cp.size == 1):
+            return F.dropout(x, rate, rate > 0.0)
+        shape = (x.shape[0], x.shape[SEQUENCE_DIM] * cp.size, x.shape[-1] * tp.size)
+        kept = torch.empty(shape, dtype=torch.bool, device=x.device).bernoulli_(1.0 - rate)
+        # A copy: autograd keeps it, and would keep that of all columns with a view.
+        kept = shard_sequence(kept, SEQUENCE_DIM, cp).chunk(tp.size, -1)[tp.rank].clone()
+        return x * kept / (1.0 - rate)
+
+
 def use_streams(model: nn.Module, streams: DropoutStreams) -> None:
     """Give every place of a model that draws the streams and its canonical name."""
     for name, module in model.named_modules():

@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from mt_core.config.fields import Section
 from mt_core.config.schema import Activation
 from mt_core.nn.activations import FUSED, activate, is_gated
+from mt_core.nn.dropout import InnerDropout
 from mt_core.nn.kernels.choice import Kernels
 from mt_core.nn.kernels.request import Feature
 from mt_core.nn.layout import Init, normal
@@ -50,7 +51,7 @@ class DenseConfig(Section):
 
 
 class DenseFeedForward(nn.Module):
-    """linear_fc2(activation(linear_fc1(x))): [batch, sequence, hidden] -> the same.
+    """linear_fc2(dropout(activation(linear_fc1(x)))): [batch, sequence, hidden] -> the same.
 
     joined: computes all of it in place of the layers (FP8), except under torch.compile.
     """
@@ -60,6 +61,9 @@ class DenseFeedForward(nn.Module):
         self.activation = config.activation
         self.activate: Callable[[Tensor], Tensor] = partial(activate, config.activation)
         self.joined: JoinedFeedForward | None = None
+        # A key of the families alone whose published models have it.
+        rate: float = getattr(config, "activation_dropout", 0.0)
+        self.dropout = InnerDropout(rate, ctx) if rate > 0.0 else None
         blocks = 2 if is_gated(config.activation) else 1
         init: Init = normal(config.init_method_std)
         self.linear_fc1 = ColumnParallelLinear(
@@ -85,7 +89,8 @@ class DenseFeedForward(nn.Module):
         # The compiler joins the casts of separate layers with the operations before them.
         if self.joined is not None and not torch.compiler.is_compiling():
             return self.joined(x, self.linear_fc1, self.linear_fc2)
-        return self.linear_fc2(self.activate(self.linear_fc1(x)))
+        inner = self.activate(self.linear_fc1(x))
+        return self.linear_fc2(inner if self.dropout is None else self.dropout(inner))
 
 
 def pick_activation(name: Activation, kernels: Kernels) -> Callable[[Tensor], Tensor]:

@@ -49,6 +49,8 @@ class BartConfig(ModelConfig):
     """Dropout after the embeddings, the attention and the feed-forward."""
     attention_dropout: Probability = 0.0
     """Dropout on the attention weights."""
+    activation_dropout: Probability = 0.0
+    """Dropout between the two matrices of the feed-forward."""
     init_method_std: Annotated[float, Field(ge=0)] = 0.02
     """Standard deviation of the initial weights."""
     use_scaled_init_method: bool = False

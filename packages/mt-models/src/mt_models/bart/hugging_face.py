@@ -136,8 +136,23 @@ def model_type_of(config: BartConfig) -> str:
     return kind
 
 
+REPEATED = {
+    "num_hidden_layers": "encoder_layers",
+    "num_attention_heads": "encoder_attention_heads",
+    "hidden_size": "d_model",
+}
+"""Other names of fields -> the fields, of which the classes keep one value."""
+
+
 def import_extra(external: Mapping[str, Any], kind: str, defaults: Mapping[str, int]) -> dict[str, Any]:
     values: dict[str, Any] = {}
+    for name, repeated in REPEATED.items():
+        meant = external.get(repeated, defaults[repeated])
+        # transformers lets either of both count, by the order of the file.
+        if external.get(name) not in (None, meant):
+            raise ConfigError(
+                f"{name}={external[name]} and {repeated}={meant} differ, and are one field; remove {name}"
+            )
     for key, ours in BOTH_STACKS:
         encoder, decoder = (int(external.get(name, defaults[name])) for name in (f"encoder_{key}", f"decoder_{key}"))
         # The number of layers may differ between the stacks; heads and widths are one key for both here.
@@ -179,6 +194,8 @@ def config_map(
     defaults = dict(zip(("encoder_layers", "decoder_layers"), layers, strict=True))
     defaults |= {f"{stack}_attention_heads": heads for stack in ("encoder", "decoder")}
     defaults |= {f"{stack}_ffn_dim": ffn for stack in ("encoder", "decoder")}
+    extra = tuple(defaults)
+    defaults["d_model"] = width
     pre = SHAPES[kind]["layernorm_placement"] == "pre"
     return ConfigMap(
         architecture=kind,
@@ -188,6 +205,7 @@ def config_map(
             Field("max_position_embeddings", "max_position_embeddings", default=positions),
             Field("dropout", "hidden_dropout", import_value=float, default=0.1),
             Field("attention_dropout", "attention_dropout", import_value=float, default=0.0),
+            Field("activation_dropout", "activation_dropout", import_value=float, default=0.0),
             Field("init_std", "init_method_std", import_value=float, default=0.02),
             Field("scale_embedding", "scale_embedding", import_value=bool, default=False),
             Field(
@@ -202,6 +220,8 @@ def config_map(
             Fixed("is_encoder_decoder", (True,)),
             Fixed("is_decoder", (False,)),
             Fixed("tie_word_embeddings", (True,)),
+            # Layers that a step of training leaves out by chance.
+            *(Fixed(f"{stack}_layerdrop", (0.0,)) for stack in ("encoder", "decoder")),
             # Of files that mt has written of a T5, which has one table for both stacks.
             Fixed(ONE_TABLE, (False,), written=False),
             # What earlier versions of the class read, as it computes today.
@@ -215,20 +235,16 @@ def config_map(
         ignored={
             **{key: reason for key, reason in IGNORED.items() if key != "decoder_start_token_id"},
             **dict.fromkeys(("force_bos_token_to_be_generated", "save_step"), OF_GENERATION),
-            **dict.fromkeys(("num_hidden_layers", "num_attention_heads", "hidden_size"), "repeats another field"),
+            # Other names of fields of the encoder; import_extra compares them.
+            **dict.fromkeys(REPEATED, "repeats another field"),
             **dict.fromkeys(("classifier_dropout", "classif_dropout"), OF_HEADS),
             "add_bias_logits": "the bias is in the weights, zeros where it has no effect",
-            "activation_dropout": "dropout of training between the matrices of the feed-forward; model.hidden_dropout "
-            "is behind them",
-            **dict.fromkeys(
-                ("encoder_layerdrop", "decoder_layerdrop"), "leaves layers out in training; all are trained here"
-            ),
         },
         import_extra=lambda external: {
             **import_extra(external, kind, defaults),
             **_start(external, start),
         },
-        import_extra_keys=(*defaults, "decoder_start_token_id"),
+        import_extra_keys=(*extra, "decoder_start_token_id"),
         export_extra=partial(export_extra, kind=kind),
     )
 

@@ -116,7 +116,9 @@ def join_activations(layer: nn.Module, kernels: Kernels) -> None:
 
 
 def _joined(module: DenseFeedForward) -> Fp8FeedForward | None:
-    """None: the activation has no such form, or a gradient is needed in 16 bits."""
+    """None: the activation has no such form, dropout is behind it, or a gradient is needed in 16 bits."""
+    if module.dropout is not None:
+        return None
     first, second = module.linear_fc1.multiply, module.linear_fc2.multiply
     if not isinstance(first, Fp8Multiply) or not isinstance(second, Fp8Multiply):
         return None
