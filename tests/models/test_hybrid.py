@@ -273,6 +273,22 @@ def test_a_pattern_has_a_multiple_of_the_pipeline_stages(host) -> None:
                 check_hybrid(sharded)
 
 
+@pytest.mark.parametrize(("ranks", "legal"), [(2, True), (4, True), (8, False)])
+def test_ranks_are_a_multiple_of_the_groups_and_divide_the_heads(host, ranks: int, legal: bool) -> None:
+    """One group is then on every rank; 4 heads are on 4 ranks at most."""
+    from mt_models.hybrid.config import check_hybrid
+
+    sizes = {"hidden_size": 64, "mamba_num_groups": 8, "mamba_head_dim": 8, "mamba_num_heads": 16}
+    config = configure(host, **{**OURS, **sizes, "num_query_groups": 1})
+    parallel = config.parallel.model_copy(update={"tensor_model_parallel_size": ranks})
+    divided = config.model_copy(update={"parallel": parallel})
+    if legal:
+        check_hybrid(divided)
+    else:
+        with pytest.raises(ConfigError, match=r"num_attention_heads=4"):
+            check_hybrid(divided)
+
+
 def test_stages_are_said_once(host, monkeypatch) -> None:
     monkeypatch.setenv("WORLD_SIZE", "2")
     twice = ("parallel.pipeline_model_parallel_size=2", 'parallel.pipeline_model_parallel_layout="Ett|ttL"')

@@ -202,6 +202,20 @@ STEPS = (
         ("tests/core/train/test_same_start.py", "-k", "names_what_differs and seed"),
     ),
     Mutation(
+        "containers of one host name are taken for one",
+        f"{CORE}/train/same_start.py",
+        "[*file_system(), ",
+        "[socket.gethostname(), ",
+        ("tests/core/train/test_same_start.py", "-m", "", "-k", "containers"),
+    ),
+    Mutation(
+        "hybrids have no more tensor-parallel ranks than groups",
+        "mt-models/src/mt_models/hybrid/config.py",
+        ", heads=model.num_attention_heads",
+        "",
+        ("tests/models/test_hybrid.py", "-k", "multiple_of_the_groups"),
+    ),
+    Mutation(
         "gradients are not zeroed after the third step",
         f"{CORE}/train/step/optimizer_step.py",
         "self.weights.zero_grad()\n",

@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import os
+import shutil
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -95,3 +99,107 @@ def test_code_is_each_file_of_a_package(tmp_path: Path) -> None:
     (tmp_path / "one" / "a.py").write_text("x = 2\n")
     after = code_digests({"one": tmp_path / "one"})
     assert [name for name in before if before[name] != after[name]] == ["one/a.py"]
+
+
+VOCABULARY = ["[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]", *"abcdefgh"]
+
+
+@pytest.mark.dist
+def test_another_tokenizer_is_named_by_its_content(tmp_path: Path) -> None:
+    """In files of the same name; the second has two tokens in another order."""
+    of_each = []
+    for rank, words in enumerate((VOCABULARY, [*VOCABULARY[:-2], "h", "g"])):
+        folder = tmp_path / str(rank)
+        folder.mkdir()
+        (folder / "vocab.txt").write_text("\n".join(words))
+        of_each.append(["tokenizer.tokenizer_type=BertWordPieceLowerCase", f"tokenizer.vocab_file={folder}/vocab.txt"])
+    texts = run_ranks(2, refusal, of_each, timeout=60)
+    assert texts[0] == texts[1]
+    assert "tokenizer.content" in texts[0]
+    assert run_ranks(2, refusal, [of_each[0], of_each[0]], timeout=60) == ["built", "built"]
+
+
+def with_another_version(rank: int, world: int, folder: Path) -> str:
+    sys.path.insert(0, str(folder / str(rank)))
+    return refusal(rank, world, [[], []])
+
+
+@pytest.mark.dist
+def test_another_version_of_a_package_is_named(tmp_path: Path) -> None:
+    for rank, version in enumerate(("2.1.0", "2.2.0")):
+        metadata = tmp_path / str(rank) / "numpy-9.dist-info" / "METADATA"
+        metadata.parent.mkdir(parents=True)
+        metadata.write_text(f"Metadata-Version: 2.1\nName: numpy\nVersion: {version}\n")
+    texts = run_ranks(2, with_another_version, tmp_path, timeout=60)
+    assert texts[0] == texts[1]
+    assert "version of numpy: 2.1.0 on" in texts[0]
+
+
+PROGRAM = """
+import os
+import mine  # from a folder that another one is mounted over
+import torch.distributed as dist
+from tests.core.train.test_same_start import refusal
+
+rank = int(os.environ["RANK"])
+dist.init_process_group("gloo", init_method="file://" + os.environ["STORE"], rank=rank, world_size=2)
+print(refusal(rank, 2, [[], []]))
+"""
+
+
+def in_containers(folder: Path, codes: tuple[str, str]) -> list[str]:
+    """What two ranks say that import `mine` by the same path, each in a mount namespace of its own."""
+    shown, program = folder / "code", folder / "program.py"
+    shown.mkdir(parents=True)
+    program.write_text(PROGRAM)
+    paths = os.pathsep.join([str(shown), str(Path(__file__).parents[3]), os.environ.get("PYTHONPATH", "")])
+    common = {**os.environ, "PYTHONPATH": paths, "STORE": str(folder / "store"), "OMP_NUM_THREADS": "1"}
+    started = []
+    for rank, code in enumerate(codes):
+        own = folder / f"code-{rank}"
+        own.mkdir()
+        (own / "mine.py").write_text(code)
+        command = f'mount --bind "{own}" "{shown}" && exec "{sys.executable}" "{program}"'
+        environment = {**common, "RANK": str(rank)}
+        started.append(
+            subprocess.Popen(
+                [*NAMESPACE, "sh", "-c", command],
+                env=environment,
+                text=True,
+                stdout=subprocess.PIPE,
+                stderr=subprocess.PIPE,
+            )
+        )
+    outputs = [process.communicate(timeout=120) for process in started]
+    return [out.strip() or error for out, error in outputs]
+
+
+NAMESPACE = ["unshare", "--map-root-user", "--mount"]
+
+
+@pytest.mark.dist
+@pytest.mark.slow
+@pytest.mark.long
+def test_containers_with_one_name_and_path_and_other_code_are_told_apart(tmp_path: Path) -> None:
+    if shutil.which(NAMESPACE[0]) is None or subprocess.run([*NAMESPACE, "true"], check=False).returncode:
+        pytest.skip("no mount namespaces without privileges here")
+    texts = in_containers(tmp_path / "other", ("x = 1\n", "x = 2\n"))
+    assert all("mine (mine.py)" in text and "code (SHA-256)" in text for text in texts), texts
+    assert in_containers(tmp_path / "same", ("x = 1\n", "x = 1\n")) == ["built", "built"]
+
+
+@pytest.mark.parametrize("changed", ["BOOT_ID", "MOUNTS", "hostname"])
+def test_a_file_system_is_that_of_its_kernel_mounts_and_host(changed: str, tmp_path: Path, monkeypatch) -> None:
+    from mt_core.train import same_start
+
+    (tmp_path / "boot").write_text("of another machine\n")
+    (tmp_path / "mounts").symlink_to("mnt:[1]")
+    before = same_start.file_system()
+    assert before == same_start.file_system()
+    if changed == "hostname":
+        monkeypatch.setattr("socket.gethostname", lambda: "other")
+    else:
+        monkeypatch.setattr(same_start, changed, tmp_path / {"BOOT_ID": "boot", "MOUNTS": "mounts"}[changed])
+    assert same_start.file_system() != before
+    monkeypatch.setattr(same_start, "BOOT_ID", tmp_path / "missing")
+    assert same_start.file_system() != same_start.file_system(), "unknown: code is compared"

@@ -40,6 +40,7 @@ EXAMPLE_LAYOUTS = [
     ("hybrid", DATA),
     (
         *("hybrid", TP, SP, "model.mamba_num_groups=2", "model.normalization=LayerNorm", "model.hidden_dropout=0.1"),
+        "model.num_query_groups=1",  # one for both ranks
         *("model.position_embedding_type=learned_absolute", "model.max_position_embeddings=4096"),
     ),
     # Images in the first stage, where only the projection is trained.
