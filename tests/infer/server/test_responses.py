@@ -115,7 +115,7 @@ def test_text_is_parsed_by_its_format(client: openai.OpenAI) -> None:
 def test_calls_of_functions_are_items() -> None:
     template = ChatTemplate("qwen", QWEN, {}, eod_after_answer=False)
     chat = ChatFormat(template, ByteLevelTokenizer())
-    model = scripted_model(HERMES, chat=chat, tool_calls="hermes")
+    model = scripted_model(HERMES, chat=chat)
     with live([model]) as served:
         client = openai_client(served)
         asked: dict[str, Any] = {"model": "scripted", "input": "Weather in Köln?", "tools": [TOOL]}

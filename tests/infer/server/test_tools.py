@@ -13,12 +13,16 @@ from tests.infer.server.served import chat_format, generator, live, openai_clien
 from mt_core.errors import DataError
 from mt_data.datasets.sft.chat_templates import ChatTemplate
 from mt_data.tokenizers.byte_level import ByteLevelTokenizer
+from mt_infer.chat.answer_parser import AnswerParser
 from mt_infer.chat.chat_format import ChatFormat
-from mt_infer.chat.tool_calls import ToolCallParser, form_of_template, offered_constraint
+from mt_infer.chat.tool_calls.constraint import offered_calls
+from mt_infer.chat.tool_calls.form import CallForm, spec_of_template
+from mt_infer.chat.tool_calls.specs import FORMS
 from mt_infer.sampling.constraints import Constraints
 from mt_infer.sampling.parameters import SamplingParameters
 from mt_infer.server.served_model import ServedModel
 
+BY_NAME: dict[str, CallForm] = {spec.name: spec.form.load() for spec in FORMS}
 HERMES = 'Let me see.\n<tool_call>\n{"name": "weather", "arguments": {"city": "Köln"}}\n</tool_call>'
 TWO = HERMES + '<tool_call>{"name": "time", "arguments": {}}</tool_call>'
 LLAMA = '{"name": "weather", "parameters": {"city": "Köln"}}'
@@ -41,12 +45,11 @@ CASES = [
 @settings(max_examples=20, deadline=None)
 @given(cuts=st.lists(st.integers(0, 200), max_size=12))
 def test_calls_are_found_however_the_text_comes(form, text, content, calls, cuts) -> None:
-    parser = ToolCallParser(form)
+    parser = AnswerParser(BY_NAME[form])
     bounds = [0, *sorted(cut for cut in cuts if cut < len(text)), len(text)]
-    shown = "".join(parser.add(text[start:end]) for start, end in zip(bounds, bounds[1:], strict=False))
-    rest, found = parser.finish()
-    assert shown + rest == content
-    assert [(call.name, json.loads(call.arguments)) for call in found] == calls
+    parts = [parser.add(text[start:end]) for start, end in zip(bounds, bounds[1:], strict=False)] + [parser.finish()]
+    assert "".join(part.content for part in parts) == content
+    assert [(call.name, json.loads(call.arguments)) for part in parts for call in part.calls] == calls
 
 
 QWEN = """{%- if tools %}<|im_start|>system
@@ -130,14 +133,14 @@ def test_options_of_the_template_are_honoured_or_refused(qwen: ChatFormat) -> No
 
 
 def test_the_form_of_calls_and_the_end_of_answers_are_the_templates(qwen: ChatFormat) -> None:
-    assert form_of_template(QWEN) == "hermes"
-    assert form_of_template("{{ messages }}") is None
-    assert form_of_template('"parameters" ipython') == "llama3_json"
+    assert spec_of_template(QWEN).name == "hermes"
+    assert spec_of_template("{{ messages }}") is None
+    assert spec_of_template('"parameters" ipython').name == "llama3_json"
     assert (qwen.stop, qwen.stop_token_ids) == (("<|im_end|>",), ())  # bytes: the mark is no single id
 
 
 def test_the_client_gets_tool_calls(qwen: ChatFormat) -> None:
-    with live([scripted_model(TWO, chat=qwen, tool_calls="hermes")]) as served:
+    with live([scripted_model(TWO, chat=qwen)]) as served:
         client = openai_client(served)
         asked = {"model": "scripted", "messages": [{"role": "user", "content": "Weather?"}], "tools": TOOLS}
         choice = client.chat.completions.create(**asked).choices[0]
@@ -161,7 +164,7 @@ def accepted(form: str, text: str) -> int | None:
     it may end there."""
     parameters = {"type": "object", "properties": {"days": {"enum": [1, 2]}}, "additionalProperties": False}
     functions = [{"name": "f", "strict": True, "parameters": parameters}, {"name": "g", "parameters": parameters}]
-    sampling = SamplingParameters(**offered_constraint(form, functions))
+    sampling = SamplingParameters(**offered_calls(BY_NAME[form], functions))
     matcher = Constraints(ByteLevelTokenizer()).matcher(sampling)._matcher
     count = matcher.try_consume_tokens(list(text.encode()))
     return None if count == len(text.encode()) and matcher.is_accepting() else count
@@ -191,7 +194,7 @@ def test_calls_of_strict_tools_have_their_arguments(form: str, text: str, expect
 
 def test_strict_tools_and_single_calls_as_the_client_sends_them(qwen: ChatFormat) -> None:
     """The grammar of strict tools is part of the sampling, and further calls are left out."""
-    with live([scripted_model(TWO, chat=qwen, tool_calls="hermes")]) as served:
+    with live([scripted_model(TWO, chat=qwen)]) as served:
         seen = []
         submit, generator = (
             served.service.models.find(None).generator.submit,
@@ -221,7 +224,8 @@ class Weather(BaseModel):
 def test_a_required_call_is_made_by_any_model(form: str) -> None:
     """Random weights, held to the form of a call."""
     chat = chat_format()
-    with live([ServedModel("tiny", 0, generator(1), chat=chat, tool_calls=form)]) as served:
+    chat.calls = BY_NAME[form]
+    with live([ServedModel("tiny", 0, generator(1), chat=chat)]) as served:
         client = openai_client(served)
         parameters = {
             "type": "object",

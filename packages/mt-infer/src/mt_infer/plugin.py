@@ -8,12 +8,19 @@ from mt_core.hookspecs import hookimpl
 from mt_core.kinds import Kind, Lazy
 from mt_core.specs import CommandSpec, RunRequestSpec, SectionSpec
 from mt_infer.adapters import ADAPTER_SETS
+from mt_infer.chat.tool_calls.form import TOOL_CALL_FORMS, ToolCallFormSpec
+from mt_infer.chat.tool_calls.specs import FORMS
 from mt_infer.pair_scorers import PAIR_SCORERS
 
 
 @hookimpl
 def mt_declare_kinds() -> list[Kind[Any]]:
-    return [ADAPTER_SETS, PAIR_SCORERS]
+    return [ADAPTER_SETS, PAIR_SCORERS, TOOL_CALL_FORMS]
+
+
+@hookimpl
+def mt_register_tool_call_forms() -> list[ToolCallFormSpec]:
+    return FORMS
 
 
 @hookimpl

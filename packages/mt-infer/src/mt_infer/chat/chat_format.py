@@ -8,7 +8,8 @@ from pathlib import Path
 from typing import Any
 
 from mt_core.errors import ConfigError, DataError
-from mt_core.interfaces import Tokenizer
+from mt_core.interfaces import HasTokenBytes, Tokenizer
+from mt_core.plugins import PluginHost
 from mt_data.datasets.images.records import MARK
 from mt_data.datasets.sft.answers import CONVERSATION, END_MARK, PROBE
 from mt_data.datasets.sft.chat_templates import (
@@ -20,26 +21,38 @@ from mt_data.datasets.sft.chat_templates import (
 )
 from mt_data.datasets.sounds.rules import MARK as SOUND_MARK
 from mt_data.datasets.text_files import bare_encoder
+from mt_infer.chat.answer_parser import AnswerParser
+from mt_infer.chat.history import SHAPES, CallShape, is_written, probe_messages, shaped_history
 from mt_infer.chat.partners import Message
+from mt_infer.chat.reasoning import is_open, reasoning_key, reasoning_of_template
 from mt_infer.chat.template_process import TemplateProcess
+from mt_infer.chat.tool_calls.constraint import AnswerBeginning
+from mt_infer.chat.tool_calls.form import Function, form_of_template
 
 NAMES = (OF_TOKENIZER, *BUILTIN_TEMPLATES)
 """Templates that --chat-template takes beside files."""
 RESERVED = ("messages", "tools", "self", "raise_exception", "strftime_now")
 """Names that a template has from the conversation and from its language."""
+LONGEST_MARK = 64
+"""Tokens at the end of a prompt, among which is the mark that opens the reasoning."""
 WITHOUT_PROMPT = {"add_generation_prompt": False}
 Content = str | Sequence[Mapping[str, Any]] | None
 
 
 class ChatFormat:
     """Messages to the tokens of a prompt. stop: texts, stop_token_ids: ids, that the template ends an answer with.
+    calls: the form of tool calls, and reasoning: the marks of what is thought, that the template shows, or None.
 
     A message's content is a text or a list of OpenAI's parts, {"type": "text", "text"} or {"type": "image"}; templates
     are given the form that they were written for. In the text of a prompt MARK stands for an image.
     """
 
-    def __init__(self, template: ChatTemplate, tokenizer: Tokenizer, *, seconds: float = 5.0) -> None:
-        self.source = template.source
+    def __init__(
+        self, template: ChatTemplate, tokenizer: Tokenizer, *, seconds: float = 5.0, host: PluginHost | None = None
+    ) -> None:
+        self.source, self.tokenizer = template.source, tokenizer
+        self.calls = form_of_template(template.source, host)
+        self.reasoning = reasoning_of_template(template.source)
         self._special = template.special_tokens
         self._process = TemplateProcess(template.source, template.name, seconds=seconds)
         # Templates write BOS themselves.
@@ -48,6 +61,9 @@ class ChatFormat:
         self.stop: tuple[str, ...] = ()
         self.stop_token_ids: tuple[int, ...] = ()
         self._find_end()
+        for mark in () if self.calls is None else self.calls.stop:
+            if mark in self.source:
+                self._add_stop(mark)
 
     def prompt(
         self,
@@ -86,7 +102,49 @@ class ChatFormat:
     ) -> str:
         """The template's text. Raises DataError as `text`."""
         formed = [{**message, "content": self._form(message.get("content"))} for message in messages]
-        return self._rendered(formed, tools, options)
+        has_calls = any(message.get("tool_calls") for message in messages)
+        shape = self._call_shape if has_calls else SHAPES[0]
+        return self._rendered(shaped_history(formed, shape, self._reasoning_key, self.calls), tools, options)
+
+    def beginning(self, prompt: Sequence[int]) -> AnswerBeginning:
+        """What an answer to this prompt may have before its content."""
+        is_thinking = self.reasoning is not None and is_open(self._end_of(prompt), self.reasoning)
+        return AnswerBeginning(self.reasoning, is_thinking, self._special_id, self.calls)
+
+    def parser(self, prompt: Sequence[int], functions: Sequence[Function] | None = None) -> AnswerParser:
+        """Of an answer to this prompt. functions: which it may call; None: text that looks like a call is content."""
+        is_thinking = self.beginning(prompt).is_thinking
+        takes_calls = functions is not None
+        return AnswerParser(
+            self.calls, self.reasoning, functions or (), takes_calls=takes_calls, is_thinking=is_thinking
+        )
+
+    def _end_of(self, prompt: Sequence[int]) -> str:
+        known = [token for token in prompt[-LONGEST_MARK:] if token < self.tokenizer.vocab_size]
+        return self.tokenizer.decode(known)
+
+    def _special_id(self, mark: str) -> int | None:
+        ids = self.encode(mark)
+        return ids[0] if len(ids) == 1 and self._token_bytes is not None and self._token_bytes[ids[0]] is None else None
+
+    @cached_property
+    def _token_bytes(self) -> Sequence[bytes | None] | None:
+        return self.tokenizer.token_bytes() if isinstance(self.tokenizer, HasTokenBytes) else None
+
+    @cached_property
+    def _reasoning_key(self) -> str | None:
+        return reasoning_key(self.source)
+
+    @cached_property
+    def _call_shape(self) -> CallShape:
+        """The first shape of calls that the template writes."""
+        return next((shape for shape in SHAPES if self._writes_calls(shape)), SHAPES[0])
+
+    def _writes_calls(self, shape: CallShape) -> bool:
+        try:
+            return is_written(self._rendered(probe_messages(shape, self.calls), None, WITHOUT_PROMPT))
+        except DataError:
+            return False
 
     def _form(self, content: Content) -> Content:
         """The form that the template takes: parts, or a text in which MARK stands for an image."""
@@ -122,14 +180,16 @@ class ChatFormat:
         """What the template writes after an answer. One that refuses the probe ends with the end of the document."""
         # The first mark behind the answer, such as <|im_end|>: the model was trained to end an answer with it.
         mark = END_MARK.match(self._written().rpartition(PROBE)[2])
-        if mark is None:
-            return
-        ids = self.encode(mark[1])
+        if mark is not None:
+            self._add_stop(mark[1])
+
+    def _add_stop(self, mark: str) -> None:
+        ids = self.encode(mark)
         # A mark that is one token ends the sequence as a token; one of several tokens is found in the text.
-        if len(ids) == 1:
-            self.stop_token_ids = (ids[0],)
-        else:
-            self.stop = (mark[1],)
+        if len(ids) == 1 and ids[0] not in self.stop_token_ids:
+            self.stop_token_ids = (*self.stop_token_ids, ids[0])
+        elif len(ids) > 1 and mark not in self.stop:
+            self.stop = (*self.stop, mark)
 
     def _written(self) -> str:
         """The probe as the template writes it; empty if it refuses it. A template that leaves out contents that are
@@ -177,7 +237,9 @@ def require_template(name: str | None) -> None:
         raise ConfigError(f"--chat-template {name}: neither a file nor one of {', '.join(NAMES)}")
 
 
-def load_chat_format(name: str | None, tokenizer: Tokenizer, data: Any, *, seconds: float = 5.0) -> ChatFormat | None:
+def load_chat_format(
+    name: str | None, tokenizer: Tokenizer, data: Any, *, seconds: float = 5.0, host: PluginHost | None = None
+) -> ChatFormat | None:
     """The format of --chat-template: a built-in name or a Jinja file; else what the model was trained on (data, its
     [data] section), else the tokenizer's own; None if it has none. Raises ConfigError for a name that is neither, and
     for a template that cannot be used."""
@@ -194,4 +256,4 @@ def load_chat_format(name: str | None, tokenizer: Tokenizer, data: Any, *, secon
             raise ConfigError(
                 f"{error}; or choose another with --chat-template {', '.join(NAMES)} or a file"
             ) from error
-    return ChatFormat(template, tokenizer, seconds=seconds)
+    return ChatFormat(template, tokenizer, seconds=seconds, host=host)

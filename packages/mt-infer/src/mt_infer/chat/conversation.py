@@ -11,7 +11,7 @@ from rich.console import Console
 from rich.markup import escape
 
 from mt_core.errors import ConfigError, MtError, did_you_mean
-from mt_infer.chat.partners import ChatSettings, Partner
+from mt_infer.chat.partners import ChatSettings, Partner, ReasoningText
 
 NUMBERS = {"temperature": float, "top_p": float, "top_k": int, "max_tokens": int, "seed": int}
 HELP = """\
@@ -54,18 +54,24 @@ class Conversation:
         asked = [*self.messages, {"role": "user", "content": text}]
         first = [{"role": "system", "content": self.system}] if self.system else []
         parts: list[str] = []
+        thought: list[str] = []
         answer = self.partner.answer([*first, *asked], self.settings)
         try:
             for part in answer:
-                parts.append(part)
-                self.console.out(printable(part), end="", highlight=False)
+                is_thought = isinstance(part, ReasoningText)
+                if part and not is_thought and thought and not parts:
+                    self.console.out("\n", highlight=False)
+                if part:
+                    (thought if is_thought else parts).append(part)
+                self.console.out(printable(part), style="dim" if is_thought else None, end="", highlight=False)
         except KeyboardInterrupt:
             # Ctrl-C ends the answer, not the program; what was shown stays in the conversation.
             answer.close()
         finally:
             self.console.out()
         # Only here: an answer that raised leaves the messages as they were.
-        self.messages = [*asked, {"role": "assistant", "content": "".join(parts)}]
+        reasoning = {"reasoning_content": "".join(thought)} if thought else {}
+        self.messages = [*asked, {"role": "assistant", "content": "".join(parts), **reasoning}]
 
     def command(self, line: str) -> bool:
         """False to end. Raises ConfigError for one that does not exist, or a value that cannot be."""

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Generator, Sequence
+from collections.abc import Generator, Iterator, Sequence
 from dataclasses import asdict
 from typing import Any
 
 from mt_core.errors import ConfigError
+from mt_infer.chat.answer_parser import AnswerPart
 from mt_infer.chat.chat_format import ChatFormat
-from mt_infer.chat.partners import ChatSettings, Message
+from mt_infer.chat.partners import ChatSettings, Message, ReasoningText
 from mt_infer.sampling.parameters import SamplingParameters
 from mt_infer.text import TextGenerator
 
@@ -32,4 +33,14 @@ class LocalModel:
             "stop": self.chat.stop,
             "stop_token_ids": self.chat.stop_token_ids,
         }
-        yield from self.generator.stream(prompt, SamplingParameters(**values))
+        parser = self.chat.parser(prompt)
+        for text in self.generator.stream(prompt, SamplingParameters(**values)):
+            yield from _texts(parser.add(text))
+        yield from _texts(parser.finish())
+
+
+def _texts(part: AnswerPart) -> Iterator[str]:
+    if part.reasoning:
+        yield ReasoningText(part.reasoning)
+    if part.content:
+        yield part.content

@@ -29,13 +29,18 @@ class ChatSettings:
     seed: Annotated[int | None, Help("Same seed, same answers. Default: others each time.")] = None
 
 
+class ReasoningText(str):
+    """A part of an answer that the model thinks before what it says."""
+
+
 class Partner(Protocol):
     """Answers conversations."""
 
     name: str
 
     def answer(self, messages: Sequence[Message], settings: ChatSettings) -> Generator[str, None, None]:
-        """The text of the answer, as it comes; closing it ends the answer. Raises MtError."""
+        """The text of the answer, as it comes, with what is thought as ReasoningText; closing it ends the answer.
+        Raises MtError."""
         ...
 
 
@@ -72,7 +77,10 @@ class RemoteModel:
         if "error" in piece:
             raise ConfigError(piece["error"]["message"])
         for choice in piece["choices"]:
-            yield choice["delta"].get("content") or ""
+            delta = choice["delta"]
+            if reasoning := delta.get("reasoning_content") or delta.get("reasoning"):
+                yield ReasoningText(reasoning)
+            yield delta.get("content") or ""
 
     def _first_model(self) -> str:
         with self._reading(), self._open("/v1/models", None) as response:

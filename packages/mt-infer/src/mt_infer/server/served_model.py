@@ -16,7 +16,6 @@ from mt_core.nn.model import SupportsGeneration
 from mt_core.plugins import PluginHost, load_plugins
 from mt_core.train.trained_model import TrainedModel, load_trained_model
 from mt_infer.chat.chat_format import ChatFormat, load_chat_format
-from mt_infer.chat.tool_calls import Form, form_of_template
 from mt_infer.embedding import TextEmbedder
 from mt_infer.pair_scorers import PairScorer, pair_scorer_of
 from mt_infer.server.errors import ApiError
@@ -33,7 +32,6 @@ class ServedModel:
     generator: TextGenerator | None = None
     embedder: TextEmbedder | None = None
     chat: ChatFormat | None = None
-    tool_calls: Form | None = None
     adapter: str | None = None
     """That which the generator computes with for this model."""
     scorer: PairScorer | None = None
@@ -43,9 +41,7 @@ class ServedModel:
     def with_adapter(self, name: str) -> ServedModel:
         """This model with one of its generator's adapters."""
         self.require_generator()
-        return ServedModel(
-            name, int(time.time()), self.generator, None, self.chat, self.tool_calls, adapter=name, parent=self.name
-        )
+        return ServedModel(name, int(time.time()), self.generator, None, self.chat, adapter=name, parent=self.name)
 
     @property
     def tokenizer(self) -> Tokenizer:
@@ -169,7 +165,7 @@ def load_models(
             models.append(_without_generation(name, trained, host))
             continue
         generator = TextGenerator.of_trained(trained, host, device=device, settings=settings)
-        models.append(_language_model(name, generator, chat_template, template_seconds))
+        models.append(_language_model(name, generator, chat_template, template_seconds, host))
     return models
 
 
@@ -203,16 +199,15 @@ def _without_generation(name: str, trained: TrainedModel, host: PluginHost) -> S
     return ServedModel(name, int(time.time()), embedder=TextEmbedder.of_trained(trained))
 
 
-def _language_model(name: str, generator: TextGenerator, chat_template: str | None, seconds: float) -> ServedModel:
+def _language_model(
+    name: str, generator: TextGenerator, chat_template: str | None, seconds: float, host: PluginHost
+) -> ServedModel:
     """Rank 0, which answers requests, has the chat template."""
     chat = None
     if generator.engine.ctx.world.rank == 0:
-        chat = load_chat_format(chat_template, generator.tokenizer, generator.config.data, seconds=seconds)
-    return ServedModel(name, int(time.time()), generator, chat=chat, tool_calls=_tool_calls(chat))
-
-
-def _tool_calls(chat: ChatFormat | None) -> Form | None:
-    return None if chat is None else form_of_template(chat.source)
+        data = generator.config.data
+        chat = load_chat_format(chat_template, generator.tokenizer, data, seconds=seconds, host=host)
+    return ServedModel(name, int(time.time()), generator, chat=chat)
 
 
 def _name(path: Path) -> str:

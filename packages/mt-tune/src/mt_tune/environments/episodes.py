@@ -82,22 +82,24 @@ def turn_reader(template_source: str) -> ReadTurn:
     Raises ConfigError for a template whose form is not known.
     """
     # mt-tune can do without mt-infer, of which rollouts need the engine.
-    from mt_infer.chat.tool_calls import ToolCallParser, form_of_template
+    from mt_infer.chat.answer_parser import AnswerParser
+    from mt_infer.chat.tool_calls.form import form_of_template
 
     form = form_of_template(template_source)
     if form is None:
         raise ConfigError(
-            "the chat template has no form of tool calls that mt reads (hermes, llama3_json), in which the model calls "
-            "tools: train a model whose template describes them, or name a template that does with "
+            "the chat template has no form of tool calls that mt reads (`mt plugins --kind tool_call_forms`), in which "
+            "the model calls tools: train a model whose template describes them, or name a template that does with "
             "data.chat_template_file (--template)"
         )
 
     def read(text: str) -> Message:
-        parser = ToolCallParser(form)
-        content = parser.add(text)
-        rest, calls = parser.finish()
-        functions = [{"name": call.name, "arguments": json.loads(call.arguments)} for call in calls]
+        parser = AnswerParser(form)
+        part = parser.add(text)
+        part += parser.finish()
+        functions = [{"name": call.name, "arguments": json.loads(call.arguments)} for call in part.calls]
         listed = [{"type": "function", "function": function} for function in functions]
-        return {"role": "assistant", "content": content + rest, **({"tool_calls": listed} if listed else {})}
+        thought = {"reasoning_content": part.reasoning} if part.reasoning else {}
+        return {"role": "assistant", "content": part.content, **thought, **({"tool_calls": listed} if listed else {})}
 
     return read

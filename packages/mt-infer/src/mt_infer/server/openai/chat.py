@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import secrets
 from collections.abc import AsyncGenerator, Mapping, Sequence
 from contextlib import aclosing
 from dataclasses import dataclass, field
@@ -14,7 +13,9 @@ from starlette.requests import Request as HttpRequest
 from starlette.responses import JSONResponse, Response
 from torch import Tensor
 
-from mt_infer.chat.tool_calls import ToolCall, ToolCallParser, call_constraint, offered_constraint
+from mt_infer.chat.answer_parser import AnswerPart
+from mt_infer.chat.tool_calls.constraint import AnswerBeginning, behind_reasoning, offered_calls, required_call
+from mt_infer.chat.tool_calls.form import ToolCall, any_id
 from mt_infer.prompts import ImageViews, Sound, image_data
 from mt_infer.sampling.parameters import SamplingParameters
 from mt_infer.sampling.sampler import LogProbs
@@ -244,63 +245,92 @@ def _sampling(service: Service, model: ServedModel, body: ChatBody, prompt: Sequ
         # The template's end marks are added to the request's own.
         stop=chat.stop,
         stop_token_ids=() if body.ignore_eos else chat.stop_token_ids,
-        **_call_constraint(model, body),
+        **_answer_constraint(model, body, prompt),
     )
 
 
-def _call_constraint(model: ServedModel, body: ChatBody) -> dict[str, Any]:
+def _answer_constraint(model: ServedModel, body: ChatBody, prompt: Sequence[int]) -> dict[str, Any]:
+    """What the answer has to match behind the reasoning, in the form of the model."""
+    beginning = model.require_chat().beginning(prompt)
+    calls = _call_constraint(model, body, beginning)
+    return calls or behind_reasoning(constraint(body), beginning)
+
+
+def _call_constraint(model: ServedModel, body: ChatBody, beginning: AnswerBeginning) -> dict[str, Any]:
     functions = body.required_functions
     if not functions:
-        return _strict_calls(model, body)
-    if model.tool_calls is None:
-        raise ApiError(f'tool_choice: the chat template of "{model.name}" has no tool calls', param="tool_choice")
+        return _strict_calls(model, body, beginning)
+    form = model.require_chat().calls
+    if form is None:
+        raise ApiError(
+            f'tool_choice: the chat template of "{model.name}" has no tool calls in a form that is known',
+            param="tool_choice",
+        )
     if constraint(body):
         raise ApiError("tool_choice says what the answer is; leave out response_format", param="tool_choice")
-    return call_constraint(model.tool_calls, functions)
+    return required_call(form, functions, beginning)
 
 
-def _strict_calls(model: ServedModel, body: ChatBody) -> dict[str, Any]:
+def _strict_calls(model: ServedModel, body: ChatBody, beginning: AnswerBeginning) -> dict[str, Any]:
     """Where the answer may be a call, and some function is strict."""
-    functions = body.offered_functions
-    if model.tool_calls is None or not any(function.get("strict") for function in functions):
+    functions, form = body.offered_functions, model.require_chat().calls
+    if form is None or not any(function.get("strict") for function in functions):
         return {}
     if constraint(body):
         raise ApiError("tools with strict=true constrain the answer; leave out response_format", param="tools")
-    return offered_constraint(model.tool_calls, functions)
+    return offered_calls(form, functions, beginning)
 
 
 class Choice:
-    """One answer as it comes: its content, tool calls and log-probabilities."""
+    """One answer as it comes: what it thinks, its content, tool calls and log-probabilities."""
 
     def __init__(self, job: Job, index: int) -> None:
         self.index = index
-        form = job.model.tool_calls if job.body.offered_tools else None
-        self._parser = ToolCallParser(form) if form else None
+        chat = job.model.require_chat()
+        self._form = chat.calls
+        self._parser = chat.parser(job.prompt, job.body.offered_functions or None)
         self._most_calls = 1 if job.body.parallel_tool_calls is False else None
+        self._calls_before = sum(len(message.tool_calls or ()) for message in job.body.messages)
         self._texts = TokenTexts(job.model) if job.body.logprobs else None
         self.calls: list[Piece] = []
+        self.reasoning_tokens = 0
+        self._has_answered, self._has_thought = False, False
 
-    def add(self, event: TextEvent) -> tuple[str, list[Piece], str | None]:
-        """What the event brings: content, entries of logprobs, and why the answer ends."""
-        # With tools, text that may be a call is held back to the end.
-        content = event.text if self._parser is None else self._parser.add(event.text)
-        finish: str | None = event.finish
-        if event.finish is not None and self._parser is not None:
-            rest, calls = self._parser.finish()
-            content += rest
-            self.calls = [_described(call) for call in calls[: self._most_calls]]
-            finish = "tool_calls" if calls else finish
-        return content, self._logprobs(event), finish
+    def add(self, event: TextEvent) -> tuple[AnswerPart, list[Piece], list[Piece], str | None]:
+        """What the event brings: text, described calls, entries of logprobs, and why the answer ends."""
+        part = self._parser.add(event.text)
+        if event.finish is not None:
+            part += self._parser.finish()
+        calls = [self._described(call) for call in part.calls]
+        if self._most_calls is not None:
+            calls = calls[: max(self._most_calls - len(self.calls), 0)]
+        self.calls += calls
+        self._count(part, event)
+        finish = "tool_calls" if event.finish is not None and self.calls else event.finish
+        return part, calls, self._logprobs(event), finish
+
+    def _count(self, part: AnswerPart, event: TextEvent) -> None:
+        """Tokens before the first content or call are those of the reasoning, if there is one."""
+        self._has_thought = self._has_thought or bool(part.reasoning)
+        self._has_answered = self._has_answered or bool(part.content or part.calls)
+        self.reasoning_tokens += event.token is not None and not self._has_answered
+
+    @property
+    def thought_tokens(self) -> int:
+        return self.reasoning_tokens if self._has_thought else 0
 
     def _logprobs(self, event: TextEvent) -> list[Piece]:
         if self._texts is None or event.token is None or event.logprobs is None:
             return []
         return [chat_logprob(self._texts, event.token, event.logprobs)]
 
+    def _described(self, call: ToolCall) -> Piece:
+        function = {"name": call.name, "arguments": call.arguments}
+        return {"id": self._call_id(call), "type": "function", "function": function}
 
-def _described(call: ToolCall) -> Piece:
-    function = {"name": call.name, "arguments": call.arguments}
-    return {"id": f"call_{secrets.token_hex(12)}", "type": "function", "function": function}
+    def _call_id(self, call: ToolCall) -> str:
+        make = any_id if self._form is None else self._form.call_id
+        return call.id or make(call.name, self._calls_before + len(self.calls), None)
 
 
 # -- in one piece -------------------------------------------------------------------------------------
@@ -308,15 +338,15 @@ def _described(call: ToolCall) -> Piece:
 
 async def _whole(service: Service, job: Job) -> Response:
     choices = job.new_choices()
-    contents = [""] * len(choices)
+    parts = [AnswerPart() for _ in choices]
     logprobs: list[list[Piece]] = [[] for _ in choices]
     finishes: list[str | None] = [None] * len(choices)
     generated = 0
     prompt_logprobs: Sequence[LogProbs | None] | None = None
     async with aclosing(service.generate(job.model, [job.prompt], job.sampling, job.inputs)) as events:
         async for _, event in events:
-            content, entries, finish = choices[event.index].add(event)
-            contents[event.index] += content
+            part, _, entries, finish = choices[event.index].add(event)
+            parts[event.index] += part
             logprobs[event.index] += entries
             finishes[event.index] = finish
             prompt_logprobs = event.prompt_logprobs or prompt_logprobs
@@ -324,11 +354,11 @@ async def _whole(service: Service, job: Job) -> Response:
     described = [
         {
             "index": choice.index,
-            "message": _message(choice, content),
+            "message": _message(choice, part),
             "logprobs": {"content": entries, "refusal": None} if job.body.logprobs else None,
             "finish_reason": finish,
         }
-        for choice, content, entries, finish in zip(choices, contents, logprobs, finishes, strict=True)
+        for choice, part, entries, finish in zip(choices, parts, logprobs, finishes, strict=True)
     ]
     more: Piece = {}
     if (count := job.body.prompt_logprobs) is not None:
@@ -336,8 +366,11 @@ async def _whole(service: Service, job: Job) -> Response:
     return JSONResponse({**job.head, "choices": described, "usage": usage(len(job.prompt), generated), **more})
 
 
-def _message(choice: Choice, content: str) -> Piece:
-    message: Piece = {"role": "assistant", "content": content or None if choice.calls else content, "refusal": None}
+def _message(choice: Choice, part: AnswerPart) -> Piece:
+    content = part.content or None if choice.calls or part.reasoning else part.content
+    message: Piece = {"role": "assistant", "content": content, "refusal": None}
+    if part.reasoning:
+        message["reasoning_content"] = part.reasoning
     return {**message, "tool_calls": choice.calls} if choice.calls else message
 
 
@@ -360,13 +393,18 @@ async def _pieces(service: Service, job: Job) -> AsyncGenerator[Piece, None]:
 
 
 def _choice_pieces(job: Job, choice: Choice, event: TextEvent, *, first: bool) -> list[Piece]:
-    content, entries, finish = choice.add(event)
+    known = len(choice.calls)
+    part, new_calls, entries, finish = choice.add(event)
     pieces = [_delta(choice, {"role": "assistant", "content": ""})] if first else []
-    if content or entries:
-        logprobs = {"content": entries, "refusal": None} if job.body.logprobs else None
-        pieces.append(_delta(choice, {"content": content}, logprobs))
-    if choice.calls:
-        calls = [{"index": number, **call} for number, call in enumerate(choice.calls)]
+    logprobs = {"content": entries, "refusal": None} if job.body.logprobs else None
+    if part.reasoning:
+        # The entries of an event are sent once.
+        with_content = bool(part.content)
+        pieces.append(_delta(choice, {"reasoning_content": part.reasoning}, None if with_content else logprobs))
+    if part.content or (entries and not part.reasoning):
+        pieces.append(_delta(choice, {"content": part.content}, logprobs))
+    if new_calls:
+        calls = [{"index": number, **call} for number, call in enumerate(new_calls, known)]
         pieces.append(_delta(choice, {"tool_calls": calls}))
     if finish is not None:
         pieces.append({**_delta(choice, {}), "finish_reason": finish})

@@ -132,6 +132,9 @@ class Message(Body):
     audio: None = None
     function_call: None = None
     annotations: list[Any] | None = None
+    reasoning_content: str | None = None
+    """What an answer has thought, given to templates that write it. `reasoning` is another name of it."""
+    reasoning: str | None = None
 
 
 Messages = Annotated[list[Message], Field(min_length=1, max_length=10_000)]
@@ -188,6 +191,8 @@ def _for_template(message: Message, number: int) -> dict[str, Any]:
     content = content or message.refusal or content
     found: dict[str, Any] = {"role": message.role, "content": content}
     found |= {key: value for key in ("name", "tool_call_id") if (value := getattr(message, key)) is not None}
+    if reasoning := message.reasoning_content or message.reasoning:
+        found["reasoning_content"] = reasoning
     if message.tool_calls:
         found["tool_calls"] = [_call(call, number) for call in message.tool_calls]
     return found

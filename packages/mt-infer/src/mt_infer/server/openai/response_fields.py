@@ -86,13 +86,19 @@ class FunctionOutput(Body):
     caller: dict[str, Any] | None = None
 
 
+class ReasoningPart(Body):
+    type: Literal["reasoning_text"]
+    text: str
+
+
 class ReasoningItem(Body):
-    """What a model of OpenAI has thought; left out of the conversation, as its server does for other models."""
+    """What an answer has thought; its texts are given to templates that write reasoning. Summaries, and what a model of
+    OpenAI has encrypted, are left out."""
 
     type: Literal["reasoning"]
     id: str | None = None
     summary: list[Any] | None = None
-    content: list[Any] | None = None
+    content: list[ReasoningPart] | None = None
     encrypted_content: str | None = None
     status: Status | None = None
 
@@ -114,19 +120,30 @@ Items = Annotated[list[Item], Field(min_length=1, max_length=10_000)]
 
 
 def messages_of(items: Sequence[Item]) -> list[Message]:
-    """Calls belong to the answer before them."""
+    """Calls belong to the answer before them, reasoning to the one behind it."""
     messages: list[Message] = []
+    reasoning = ""
     for item in items:
-        if isinstance(item, FunctionCall):
-            _add_call(messages, item)
-        elif not isinstance(item, ReasoningItem):
-            messages.append(_message(item))
+        if isinstance(item, ReasoningItem):
+            reasoning += "".join(part.text for part in item.content or ())
+        elif isinstance(item, FunctionCall):
+            # Another answer has begun where it has thought again.
+            _add_call(messages, item, reasoning)
+            reasoning = ""
+        else:
+            messages.append(_with_reasoning(_message(item), reasoning))
+            reasoning = ""
     return messages
 
 
-def _add_call(messages: list[Message], item: FunctionCall) -> None:
-    if not messages or messages[-1].role != "assistant":
-        messages.append(Message(role="assistant"))
+def _with_reasoning(message: Message, reasoning: str) -> Message:
+    is_answer = reasoning and message.role == "assistant"
+    return message.model_copy(update={"reasoning_content": reasoning}) if is_answer else message
+
+
+def _add_call(messages: list[Message], item: FunctionCall, reasoning: str) -> None:
+    if not messages or messages[-1].role != "assistant" or reasoning:
+        messages.append(_with_reasoning(Message(role="assistant"), reasoning))
     function = CalledFunction(name=item.name, arguments=item.arguments)
     call = MessageToolCall(id=item.call_id, function=function)
     messages[-1] = messages[-1].model_copy(update={"tool_calls": [*(messages[-1].tool_calls or ()), call]})

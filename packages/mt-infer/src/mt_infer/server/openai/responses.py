@@ -9,7 +9,7 @@ from collections import OrderedDict
 from collections.abc import AsyncGenerator, Iterator, Sequence
 from contextlib import aclosing
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Literal
 
 from starlette.requests import Request as HttpRequest
 from starlette.responses import JSONResponse, Response
@@ -104,36 +104,63 @@ def _stored_messages(stored: StoredResponses, number: str) -> tuple[Message, ...
     return stored.find(number, "previous_response_id").messages
 
 
+@dataclass
+class OpenItem:
+    """A message, or reasoning, that is written."""
+
+    kind: Literal["message", "reasoning"]
+    id: str
+    text: str = ""
+    logprobs: list[Piece] = field(default_factory=list)
+
+    @property
+    def part_name(self) -> str:
+        """The name of its part, which the stream's events have too."""
+        return "output_text" if self.kind == "message" else "reasoning_text"
+
+    def part(self) -> Piece:
+        if self.kind == "reasoning":
+            return {"type": "reasoning_text", "text": self.text}
+        return {"type": "output_text", "text": self.text, "annotations": [], "logprobs": list(self.logprobs)}
+
+    def item(self, status: str, content: Sequence[Piece]) -> Piece:
+        others: Piece = {"summary": []} if self.kind == "reasoning" else {"role": "assistant"}
+        return {"id": self.id, "type": self.kind, "status": status, "content": list(content), **others}
+
+
 class Output:
     """The items of one answer as they come, each with the events of a stream."""
 
     def __init__(self, job: Job) -> None:
         self._choice = Choice(job, 0)
-        self._is_open = False
-        self.text, self.logprobs, self.finish = "", list[Piece](), ""
-        self.message = new_id("msg")
+        self._open: OpenItem | None = None
+        self.finish = ""
         self.items: list[Piece] = []
 
     def add(self, event: TextEvent) -> Iterator[Piece]:
         """The stream's events that an event of the engine brings."""
-        content, entries, finish = self._choice.add(event)
-        if content or entries:
-            yield from self._begin()
-            self.text += content
-            self.logprobs += entries
-            yield self._of_text("response.output_text.delta", delta=content, logprobs=entries)
+        part, calls, entries, finish = self._choice.add(event)
+        if part.reasoning:
+            yield from self._write("reasoning", part.reasoning, [])
+        if part.content or (entries and not part.reasoning):
+            yield from self._write("message", part.content, entries)
+        for call in calls:
+            yield from self._end("completed")
+            yield from self._call(call)
         if finish is not None:
             self.finish = finish
             # An answer without a call has a message, if an empty one.
-            if self._is_open or not self._choice.calls:
-                yield from self._begin()
-                yield from self._end()
-            for call in self._choice.calls:
-                yield from self._call(call)
+            if not self._choice.calls and not any(item["type"] == "message" for item in self.items):
+                yield from self._begin("message")
+            yield from self._end("incomplete" if self.is_cut else "completed")
 
     @property
     def is_cut(self) -> bool:
         return self.finish == "length"
+
+    @property
+    def reasoning_tokens(self) -> int:
+        return self._choice.thought_tokens
 
     def as_message(self) -> Message:
         """For the next turn of the conversation."""
@@ -142,22 +169,40 @@ class Output:
             for call in self.items
             if call["type"] == "function_call"
         ]
-        return Message(role="assistant", content=self.text, tool_calls=calls or None)
+        reasoning = self._text_of("reasoning") or None
+        content = self._text_of("message")
+        return Message(role="assistant", content=content, tool_calls=calls or None, reasoning_content=reasoning)
 
-    def _begin(self) -> Iterator[Piece]:
-        if self._is_open:
+    def _text_of(self, kind: str) -> str:
+        return "".join(part["text"] for item in self.items if item["type"] == kind for part in item["content"])
+
+    def _write(self, kind: Literal["message", "reasoning"], text: str, entries: Sequence[Piece]) -> Iterator[Piece]:
+        yield from self._begin(kind)
+        assert self._open is not None
+        self._open.text += text
+        self._open.logprobs += entries
+        logprobs = {"logprobs": list(entries)} if kind == "message" else {}
+        yield self._of_text(f"response.{self._open.part_name}.delta", delta=text, **logprobs)
+
+    def _begin(self, kind: Literal["message", "reasoning"]) -> Iterator[Piece]:
+        if self._open is not None and self._open.kind == kind:
             return
-        self._is_open = True
-        yield self._of_item("response.output_item.added", self._item("in_progress", []))
-        yield self._of_text("response.content_part.added", part=self._part("", []))
+        yield from self._end("completed")
+        self._open = OpenItem(kind, new_id("msg" if kind == "message" else "rs"))
+        yield self._of_item("response.output_item.added", self._open.item("in_progress", []))
+        yield self._of_text("response.content_part.added", part=self._open.part())
 
-    def _end(self) -> Iterator[Piece]:
-        part = self._part(self.text, self.logprobs)
-        yield self._of_text("response.output_text.done", text=self.text, logprobs=self.logprobs)
+    def _end(self, status: str) -> Iterator[Piece]:
+        if self._open is None:
+            return
+        part = self._open.part()
+        logprobs = {"logprobs": self._open.logprobs} if self._open.kind == "message" else {}
+        yield self._of_text(f"response.{self._open.part_name}.done", text=self._open.text, **logprobs)
         yield self._of_text("response.content_part.done", part=part)
-        item = self._item("incomplete" if self.is_cut else "completed", [part])
+        item = self._open.item(status, [part])
         yield self._of_item("response.output_item.done", item)
         self.items.append(item)
+        self._open = None
 
     def _call(self, call: Piece) -> Iterator[Piece]:
         function, number = call["function"], new_id("fc")
@@ -177,13 +222,8 @@ class Output:
         return {"type": kind, "output_index": len(self.items), "item": item}
 
     def _of_text(self, kind: str, **values: Any) -> Piece:
-        return {"type": kind, "item_id": self.message, "output_index": len(self.items), "content_index": 0, **values}
-
-    def _item(self, status: str, content: Sequence[Piece]) -> Piece:
-        return {"id": self.message, "type": "message", "role": "assistant", "status": status, "content": list(content)}
-
-    def _part(self, text: str, logprobs: Sequence[Piece]) -> Piece:
-        return {"type": "output_text", "text": text, "annotations": [], "logprobs": list(logprobs)}
+        assert self._open is not None
+        return {"type": kind, "item_id": self._open.id, "output_index": len(self.items), "content_index": 0, **values}
 
 
 def described(conversation: Conversation, status: str, output: Sequence[Piece] = (), **others: Any) -> Piece:
@@ -219,7 +259,7 @@ def _ended(conversation: Conversation, output: Output, generated: int) -> Piece:
         "input_tokens": prompt,
         "input_tokens_details": {"cached_tokens": 0, "cache_write_tokens": 0},
         "output_tokens": generated,
-        "output_tokens_details": {"reasoning_tokens": 0},
+        "output_tokens_details": {"reasoning_tokens": output.reasoning_tokens},
         "total_tokens": prompt + generated,
     }
     reason = {"incomplete_details": {"reason": "max_output_tokens"}}

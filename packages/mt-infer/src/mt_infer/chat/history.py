@@ -1,0 +1,127 @@
+"""Earlier messages of a conversation in the shape that a template reads: calls of tools, what they gave, reasoning."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from mt_infer.chat.tool_calls.form import CallForm, any_id
+
+Message = Mapping[str, Any]
+FUNCTION, KEY, VALUE = "probe_function", "probe_key", "probe_value"
+REASONING = "reasoning_content"
+
+
+@dataclass(frozen=True)
+class CallShape:
+    """as_text: arguments are JSON as text, in place of an object. content: of a message that has calls and no text."""
+
+    as_text: bool = False
+    content: str | None = ""
+
+
+SHAPES = (CallShape(), CallShape(as_text=True), CallShape(content=None), CallShape(as_text=True, content=None))
+"""Shapes that templates are tried with, in this order."""
+
+
+def probe_messages(shape: CallShape, form: CallForm | None) -> list[Message]:
+    """A conversation with a call."""
+    messages: list[Message] = [
+        {"role": "user", "content": "question"},
+        {
+            "role": "assistant",
+            "content": "",
+            "tool_calls": [
+                {"id": "call1", "type": "function", "function": {"name": FUNCTION, "arguments": {KEY: VALUE}}}
+            ],
+        },
+        {"role": "tool", "content": "result", "tool_call_id": "call1"},
+    ]
+    return shaped_history(messages, shape, None, form)
+
+
+def is_written(text: str) -> bool:
+    """Whether a template has written the call of the probe; as Python writes an object it is none."""
+    return FUNCTION in text and KEY in text and VALUE in text and f"{{'{KEY}'" not in text
+
+
+def shaped_history(
+    messages: Sequence[Message], shape: CallShape, reasoning_key: str | None, form: CallForm | None
+) -> list[Message]:
+    """The messages as a template takes them. reasoning_key: the name under which it reads the reasoning of an answer,
+    which is left out where it reads none."""
+    ids = CallIds(form)
+    shaped = [_shaped(message, shape, reasoning_key, ids) for message in messages]
+    return list(_one_call_each(shaped)) if form is not None and form.one_call_a_message else shaped
+
+
+@dataclass
+class CallIds:
+    """Ids of calls as the template writes them, and the functions, by the ids that the messages have."""
+
+    form: CallForm | None
+    known: dict[str, tuple[str, str]] = field(default_factory=dict)
+    count: int = 0
+
+    def add(self, call: Mapping[str, Any]) -> str | None:
+        name, given = call["function"]["name"], call.get("id")
+        make = any_id if self.form is None else self.form.call_id
+        # A number where there is no id: the same messages are the same prompt.
+        new = make(name, self.count, given or f"call{self.count}")
+        self.count += 1
+        if given:
+            self.known[given] = (new, name)
+        return new if given or make is not any_id else None
+
+
+def _shaped(message: Message, shape: CallShape, reasoning_key: str | None, ids: CallIds) -> Message:
+    found = {name: value for name, value in message.items() if name != REASONING}
+    if reasoning_key is not None and message.get(REASONING):
+        found[reasoning_key] = message[REASONING]
+    if message.get("tool_calls"):
+        found["tool_calls"] = [_call(call, shape, ids) for call in message["tool_calls"]]
+        found["content"] = found.get("content") or shape.content
+    number = message.get("tool_call_id")
+    if number in ids.known:
+        found["tool_call_id"], name = ids.known[number]
+        found.setdefault("name", name)
+    return found
+
+
+def _call(call: Mapping[str, Any], shape: CallShape, ids: CallIds) -> dict[str, Any]:
+    identity = ids.add(call)
+    arguments = call["function"].get("arguments", {})
+    if shape.as_text and not isinstance(arguments, str):
+        arguments = json.dumps(arguments, ensure_ascii=False)
+    found = {**call, "function": {**call["function"], "arguments": arguments}}
+    return found if identity is None else {**found, "id": identity}
+
+
+def _one_call_each(messages: Iterable[Message]) -> Iterator[Message]:
+    """Each call in a message by itself, before what it gave."""
+    waiting: list[Message] = []
+    for message in messages:
+        if message["role"] == "tool":
+            of_message = [one for one in waiting if one["tool_calls"][0].get("id") == message.get("tool_call_id")]
+            # Results without ids are those of the calls in their order.
+            call = (of_message or waiting)[:1]
+            yield from call
+            waiting = [one for one in waiting if one not in call]
+            yield message
+            continue
+        yield from waiting
+        waiting = list(_divided(message)) if message.get("tool_calls") else []
+        if not waiting:
+            yield message
+    yield from waiting
+
+
+def _divided(message: Message) -> Iterator[Message]:
+    """The text and the reasoning are those of the first call; such templates take one of them."""
+    thinking, content = message.get("thinking"), message.get("content")
+    first = {**message, "thinking": f"{thinking}\n\n{content}", "content": ""} if thinking and content else message
+    for number, call in enumerate(message["tool_calls"]):
+        others = first if not number else {"role": message["role"], "content": ""}
+        yield {**others, "tool_calls": [call]}
