@@ -132,6 +132,9 @@ FAMILIES["deepseek_v32 in warm-up"] = {
     "dsa_dense_warmup": True,
 }
 FAMILIES["mimo_v2_flash that predicts"] = {**FAMILIES["mimo_v2_flash"], "num_query_groups": 1, "mtp_num_layers": 2}
+PREDICTING = ("bailing_hybrid", "glm5_next", "exaone_moe", "longcat_flash")
+FAMILIES |= {f"{name} that predicts": {**FAMILIES[name], "mtp_num_layers": 1} for name in PREDICTING}
+ON_DEMAND += tuple(f"{name} that predicts" for name in PREDICTING)
 REFUSED = {("phi3", "cp"), ("gemma4", "pp"), ("qwen_next that predicts", "cp"), ("nemotron_3", "cp")}
 # Layers of the second stage would read latents of the first.
 REFUSED |= {("mistral_large4", "pp")}
@@ -141,7 +144,8 @@ REFUSED |= {("jamba", "cp"), ("rwkv7", "cp"), ("gpt that predicts", "cp"), ("mim
 REFUSED |= {("qwen_next", "tp-sp"), ("qwen_next that predicts", "tp-sp")}
 # What an expert that returns the token adds lies along the residual stream, and the final norm lets little of it
 # through: gradients of its router's weights nearly cancel.
-REFUSED |= {("longcat_flash", "tp-sp"), ("longcat_flash", "cp")}
+REFUSED |= {("longcat_flash", "tp-sp"), ("longcat_flash", "cp"), ("longcat_flash that predicts", "tp-sp")}
+REFUSED |= {(f"{name} that predicts", "cp") for name in PREDICTING}
 # Gradients of an indexer's norm nearly cancel, too, since a shift of all scores changes nothing.
 REFUSED |= {("deepseek_v32 that learns", "tp-sp")}
 # Biases by distance and convolutions are over whole sequences.

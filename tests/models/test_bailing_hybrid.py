@@ -8,6 +8,7 @@ import torch.nn.functional as F
 from tests.infer.decoding import cached_logits
 from tests.models import decoder_reference as dense
 from tests.models import moe_reference as ref
+from tests.models.prediction_reference import LENGTH, assert_same_prediction, causal, one_by_one
 from torch import nn
 
 from mt_core.errors import ConfigError
@@ -127,6 +128,44 @@ def test_activations_of_late_layers_are_limited(host, randomize) -> None:
     assert (pair.ours(tokens) - expected).abs().max() > 1e-3 * expected.abs().max()
 
 
+PREDICTION = {"post_norm": "final_layernorm", "attention.o_proj": "attention.dense"}
+
+
+def published_prediction(state):
+    """Under the names of published files, where the layer follows the others."""
+    found = {}
+    for name, tensor in state.items():
+        name = name.removeprefix("mtp_block.").replace("self_attn.", "attention.")
+        for theirs, published in PREDICTION.items():
+            name = name.replace(theirs, published)
+        name = name.replace("gate.e_score_correction_bias", "gate.expert_bias")
+        found |= {f"model.layers.4.{one}": part for one, part in one_by_one(name, tensor).items()}
+    return found
+
+
+def test_prediction_equals_the_reference(host, randomize) -> None:
+    """The layer is of latent attention and experts, whatever the last layer of the decoder is."""
+    from transformers.modeling_layers import MtpLayer
+
+    theirs = reference_of(layer_types=[LINEAR, FULL, FULL, LINEAR])
+    decoder = theirs.model.layers[2]
+    layer = MtpLayer(theirs.config, type(decoder), type(decoder.input_layernorm), 2)
+    randomize(theirs)
+    randomize(layer, seed=1)
+    places = torch.arange(LENGTH)[None]
+    rotary = theirs.model.rotary_emb(torch.zeros(1), places)
+    model = assert_same_prediction(
+        host,
+        theirs,
+        layer,
+        published_prediction,
+        lambda embedded, hidden: layer(embedded, hidden, rotary, causal(), places, None),
+        NO_GRADIENT,
+        num_nextn_predict_layers=1,
+    )
+    assert model.config.with_predicted_layers().linear_layers[-1] is False
+
+
 OURS = {
     "num_layers": 3,
     "hidden_size": 32,
@@ -163,7 +202,7 @@ def test_the_preset_has_the_size_of_the_published_model(host) -> None:
     }
     # The class has no latent of queries, which the tiny model has: compared without it.
     shapes = {"ling-3.0-flash": (*classes, flash), "ling-3.0-tiny": (*classes, tiny)}
-    ref.assert_presets_match(host, "bailing_hybrid", shapes, "model.q_lora_rank=null")
+    ref.assert_presets_match(host, "bailing_hybrid", shapes, "model.q_lora_rank=null", "model.mtp_num_layers=0")
 
 
 def test_flops_of_parts(build) -> None:
@@ -178,7 +217,6 @@ def test_flops_of_parts(build) -> None:
 @pytest.mark.parametrize(
     ("keys", "words"),
     [
-        ({"mtp_num_layers": 1}, "mtp_num_layers=1 is not supported by model.family=bailing_hybrid"),
         ({"expert_swiglu_limits": [1.0]}, "expert_swiglu_limits has 1 values; it needs one for each"),
         ({"expert_swiglu_limits": [0.0, 1.0, 0.0]}, r"expert_swiglu_limits limits layers \[1\], which have no experts"),
     ],

@@ -7,7 +7,8 @@ import torch
 from tests.infer.decoding import cached_logits
 from tests.models import decoder_reference as dense
 from tests.models import moe_reference as ref
-from torch import nn
+from tests.models.prediction_reference import assert_same_prediction, one_by_one
+from torch import Tensor, nn
 
 from mt_core.errors import ConfigError
 from mt_core.nn.attention import AttentionPattern
@@ -98,6 +99,43 @@ def test_greedy_continuations_with_a_cache_are_those_of_the_reference(host, rand
     assert logits[0, 8:-1].argmax(-1).tolist() == theirs[0, 9:].tolist()
 
 
+class Prediction(nn.Module):
+    """The layer of published files: one residual stream, attention over chosen keys and experts of transformers."""
+
+    def __init__(self, decoder: nn.Module, config) -> None:
+        super().__init__()
+        norm = type(decoder.input_layernorm)
+        self.enorm, self.hnorm, self.input_layernorm, self.post_attention_layernorm = (
+            norm(config.hidden_size, config.rms_norm_eps) for _ in range(4)
+        )
+        self.eh_proj = nn.Linear(2 * config.hidden_size, config.hidden_size, bias=False)
+        self.self_attn, self.mlp = type(decoder.self_attn)(config, 1), type(decoder.mlp)(config)
+        self.shared_head = nn.ModuleDict({"norm": norm(config.hidden_size, config.rms_norm_eps)})
+
+    def forward(self, embedded: Tensor, hidden: Tensor) -> Tensor:
+        x = self.eh_proj(torch.cat((self.enorm(embedded), self.hnorm(hidden)), -1))
+        real = torch.ones(x.shape[:2], dtype=torch.bool)
+        x = x + self.self_attn(self.input_layernorm(x), attention_mask=real)[0]
+        return self.shared_head["norm"](x + self.mlp(self.post_attention_layernorm(x)))
+
+
+def published_prediction(state):
+    return {
+        f"model.layers.4.{one}": part
+        for name, tensor in state.items()
+        for one, part in one_by_one(name, tensor).items()
+    }
+
+
+def test_prediction_has_one_residual_stream(host, randomize) -> None:
+    theirs = reference_of()
+    layer = Prediction(theirs.model.layers[1], theirs.config)
+    randomize(theirs)
+    randomize(layer, seed=1)
+    untrained = (*NO_GRADIENT, *INDEXER)
+    assert_same_prediction(host, theirs, layer, published_prediction, layer, untrained, num_nextn_predict_layers=1)
+
+
 OURS = {
     "num_layers": 3,
     "hidden_size": 32,
@@ -156,7 +194,7 @@ def score_of(indexer: PooledIndexer, inputs: PooledInputs, batch: int, query: in
 @pytest.mark.slow
 def test_the_preset_has_the_size_of_the_published_model(host) -> None:
     shapes = {"glm-5.3-flash": (transformers.Glm5NextTextConfig, Glm5NextTextForCausalLM, {"index_kpool": 4})}
-    ref.assert_presets_match(host, "glm5_next", shapes)
+    ref.assert_presets_match(host, "glm5_next", shapes, "model.mtp_num_layers=0")
 
 
 def test_flops_of_parts(build) -> None:
@@ -176,7 +214,6 @@ def test_flops_of_parts(build) -> None:
         ({"qk_pos_emb_head_dim": 4}, "qk_pos_emb_head_dim=4 is not supported by model.family=glm5_next"),
         ({"dsa_indexer_topk": 7}, "dsa_indexer_pool_size=3 does not divide model.dsa_indexer_topk=7"),
         ({"dsa_indexer_head_dim": 1}, "dsa_indexer_head_dim=1: the norm of a key of one channel"),
-        ({"mtp_num_layers": 1}, "mtp_num_layers=1 is not supported by model.family=glm5_next"),
         ({"rotary_base": 5.0}, "rotary_base=5.0 would be ignored"),
     ],
 )

@@ -7,6 +7,7 @@ import torch
 from tests.infer.decoding import cached_logits
 from tests.models import decoder_reference as dense
 from tests.models import moe_reference as ref
+from tests.models.prediction_reference import LENGTH, assert_same_prediction, causal
 from torch import nn
 
 from mt_core.errors import ConfigError
@@ -104,9 +105,59 @@ def test_experts_are_read_in_every_form(host, randomize, form) -> None:
         assert torch.equal(own, other)
 
 
+class Prediction(nn.Module):
+    """The layer of published files: one attention and one feed-forward of transformers."""
+
+    def __init__(self, decoder: nn.Module, config) -> None:
+        super().__init__()
+        norm = type(decoder.input_layernorm[0])
+        self.enorm, self.hnorm, self.input_layernorm, self.post_attention_layernorm, self.norm = (
+            norm(config.hidden_size, config.rms_norm_eps) for _ in range(5)
+        )
+        self.eh_proj = nn.Linear(2 * config.hidden_size, config.hidden_size, bias=False)
+        self.self_attn, self.mlp = type(decoder.self_attn[0])(config, 0), type(decoder.mlps[0])(config)
+
+    def forward(self, embedded, hidden, rotary):
+        x = self.eh_proj(torch.cat((self.enorm(embedded), self.hnorm(hidden)), -1))
+        attended = self.self_attn(self.input_layernorm(x), position_embeddings=rotary, attention_mask=causal())[0]
+        x = x + attended
+        return self.norm(x + self.mlp(self.post_attention_layernorm(x)))
+
+
+RENAMED = {"enorm": "enorm.m", "hnorm": "hnorm.m", "mlp": "transformer_layer.mlp"}
+
+
+def published_prediction(state):
+    found = {}
+    for name, tensor in state.items():
+        part, rest = name.split(".", 1)
+        inside = f"model.mtp.layers.0.{RENAMED.get(part, part)}.{rest}"
+        found["model.mtp.norm.weight" if part == "norm" else inside] = tensor
+    return found
+
+
+def test_prediction_has_one_attention_and_no_experts(host, randomize) -> None:
+    theirs = reference_of()
+    layer = Prediction(theirs.model.layers[0], theirs.config)
+    randomize(theirs)
+    randomize(layer, seed=1)
+    with torch.no_grad():
+        for block in theirs.model.layers:
+            block.mlp.experts.gate_up_proj[theirs.config.n_routed_experts :] = 0.0
+    rotary = theirs.model.rotary_emb(torch.zeros(1), torch.arange(LENGTH)[None])
+    assert_same_prediction(
+        host,
+        theirs,
+        layer,
+        published_prediction,
+        lambda embedded, hidden: layer(embedded, hidden, rotary),
+        ("router.expert_bias",),
+    )
+
+
 @pytest.mark.slow
 def test_the_preset_has_the_size_of_the_published_model(host) -> None:
-    ours = dense.parameter_count(dense.build_preset(host, "longcat-flash-560b"))
+    ours = dense.parameter_count(dense.build_preset(host, "longcat-flash-560b", "model.mtp_num_layers=0"))
     theirs = dense.without_values(transformers.LongcatFlashForCausalLM, transformers.LongcatFlashConfig())
     unread = 28 * 256 * 2 * 2048 * 6144
     assert ours == theirs.num_parameters() - unread + 28 * 768
@@ -150,7 +201,7 @@ def test_flops_are_those_that_torch_counts(host, randomize) -> None:
 @pytest.mark.parametrize(
     ("keys", "words"),
     [
-        ({"mtp_num_layers": 1}, "mtp_num_layers=1 is not supported by model.family=longcat_flash"),
+        ({"mtp_num_layers": 2}, "mtp_num_layers=2 is not supported by model.family=longcat_flash"),
         ({"moe": {**EXPERTS, "moe_layer_freq": 2}}, "moe_layer_freq=2 has layers without experts"),
         ({"moe": {**EXPERTS, "moe_router_topk": 7}}, "and model.moe.moe_num_zero_experts=2; a token can have 1 to 6"),
         ({"moe": {**EXPERTS, "moe_expert_capacity_factor": 1.0}}, "cannot be combined with model.moe.moe_expert_cap"),

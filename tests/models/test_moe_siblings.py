@@ -9,6 +9,7 @@ import torch
 from tests.infer.decoding import cached_logits
 from tests.models import decoder_reference as dense
 from tests.models import moe_reference as ref
+from tests.models.prediction_reference import LENGTH, assert_same_prediction, causal
 from tests.models.published_dense import PUBLISHED_DENSE as PUBLISHED
 from torch import nn
 
@@ -104,6 +105,49 @@ def test_greedy_continuations_with_a_cache_are_those_of_the_reference(host, rand
     assert logits[0, 6:-1].argmax(-1).tolist() == theirs[0, 7:].tolist()
 
 
+EXAONE_PREDICTION = {
+    "enorm": "pre_fc_norm_embedding",
+    "hnorm": "pre_fc_norm_hidden",
+    "eh_proj": "fc",
+    "post_norm": "norm",
+}
+
+
+def published_prediction(state):
+    """Under the names of K-EXAONE's files."""
+    found = {}
+    for name, tensor in state.items():
+        part, rest = name.split(".", 1)
+        found[f"mtp.layers.0.{rest}" if part == "mtp_block" else f"mtp.{EXAONE_PREDICTION[part]}.{rest}"] = tensor
+    return found
+
+
+def test_prediction_of_k_exaone_is_dense_without_positions(host, randomize) -> None:
+    from transformers.modeling_layers import MtpLayer
+
+    theirs = reference_of("exaone_moe")
+    # Layer 1 of the reference has no window; layer 3 with a dense feed-forward would be the same.
+    config = type(theirs.config)(**{**theirs.config.to_dict(), "mlp_layer_types": ["dense"] * 4})
+    config._attn_implementation = "eager"
+    decoder = theirs.model.layers[1]
+    layer = MtpLayer(config, type(decoder), type(decoder.input_layernorm), 1)
+    randomize(theirs)
+    randomize(layer, seed=1)
+    places = torch.arange(LENGTH)[None]
+    rotary = theirs.model.rotary_emb(torch.zeros(1), places)
+    model = assert_same_prediction(
+        host,
+        theirs,
+        layer,
+        published_prediction,
+        lambda embedded, hidden: layer(embedded, hidden, rotary, causal(), places, None),
+        ("expert_bias",),
+        mtp_layer_types=["full_attention"],
+        mtp_sliding_windows=[0],
+    )
+    assert model.mtp.layers[0].mtp_model_layer.self_attention.window is None
+
+
 TEXT = {key: value for key, value in SHAPE.items() if "implementation" not in key}
 UNREADABLE = [
     ("ernie4_5_moe", {"use_bias": True}, "use_bias=True is not supported"),
@@ -179,6 +223,8 @@ def test_presets_have_the_sizes_of_the_published_models(host) -> None:
         reference = dense.without_values(model_type, config_type(**shape))
         endings = ("expert_bias", "e_score_correction_bias")
         biases = sum(buffer.numel() for name, buffer in reference.named_buffers() if name.endswith(endings))
-        ours = dense.parameter_count(dense.build_preset(host, preset))
+        # The classes leave out the layer of multi-token prediction.
+        settings = ["model.mtp_num_layers=0"] if "exaone" in preset else []
+        ours = dense.parameter_count(dense.build_preset(host, preset, *settings))
         assert ours == reference.num_parameters() + biases, preset
         assert ours / 1e9 == pytest.approx(billions, abs=0.06), preset

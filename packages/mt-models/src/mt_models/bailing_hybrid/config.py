@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Annotated, Any, Self
+from typing import Annotated, Any, ClassVar, Self
 
 from pydantic import Field, PrivateAttr
 
@@ -18,6 +18,7 @@ Limit = Annotated[float, Field(ge=0)]
 class BailingHybridConfig(KimiLinearConfig):
     """Ling 3.0 Flash and Ling 3.0 Tiny (inclusionAI, 2026)."""
 
+    predicts: ClassVar[bool] = True
     linear_decay_lower_bound: Annotated[float, Field(lt=0)] | None = None
     """The least logarithm of a decay, which is this times a sigmoid. Default: decays are not bounded, and their
     logarithm is a scaled softplus."""
@@ -32,6 +33,13 @@ class BailingHybridConfig(KimiLinearConfig):
 
     def rotates(self, layer: int) -> bool:
         return not self.linear_layers[layer]
+
+    def with_predicted_layers(self) -> Self:
+        counted = super().with_predicted_layers()
+        # Layers of multi-token prediction have no limits.
+        none = [0.0] * self.mtp_num_layers
+        lists = {key: limits + none for key in LIMITS if (limits := getattr(self, key)) is not None}
+        return counted.model_copy(update=lists)
 
     def of_layer(self, layer: int) -> Self:
         """The same for the feed-forward of one layer, whose limits its activations have."""
@@ -133,6 +141,7 @@ PRESETS: dict[str, dict[str, Any]] = {
         _experts(512, 768),
         max_position_embeddings=262144,
         linear_attention_freq=6,
+        mtp_num_layers=1,
         expert_swiglu_limits=[0.0] * 35 + [4.0] * 7,
         shared_expert_swiglu_limits=[0.0] * 34 + [5.0] * 6 + [7.0] * 2,
     ),

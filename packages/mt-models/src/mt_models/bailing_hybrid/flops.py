@@ -8,7 +8,7 @@ from mt_core.config.schema import Config
 from mt_models.bailing_hybrid.config import BailingHybridConfig
 from mt_models.delta_net_flops import DeltaNetFlops
 from mt_models.flops import Convention
-from mt_models.kimi_linear.flops import kimi_flops
+from mt_models.kimi_linear.flops import kimi_flops, prediction_flops
 
 
 def flops_per_token(config: BailingHybridConfig, seq_length: int, *, convention: Convention = "seen") -> DeltaNetFlops:
@@ -26,4 +26,9 @@ def linear_projection_flops(config: BailingHybridConfig) -> float:
 def training_flops(config: Config) -> float:
     """See `ModelSpec.training_flops`."""
     model: Any = config.model
-    return config.data.seq_length * flops_per_token(model, config.data.seq_length).training
+    length = config.data.seq_length
+
+    def training(counted: BailingHybridConfig) -> float:
+        return flops_per_token(counted, length).training
+
+    return length * (training(model) + prediction_flops(model, training))

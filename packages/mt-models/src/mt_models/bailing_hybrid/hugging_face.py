@@ -7,7 +7,7 @@ read too. It ignores the limits of activations that Ling 3.0 Flash was trained w
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -68,16 +68,18 @@ class OfHeads(Rule):
 
 
 def name_map(config: BailingHybridConfig) -> NameMap:
-    rules: list[Rule] = []
-    for number, linear in enumerate(config.linear_layers):
-        block = _delta_rules(config) if linear else _latent_rules(config)
-        layer = (*norm_rules(PRE_NORMS), *block, *_feed_forward(config, number))
-        rules += [rule.for_layer(number) for rule in layer]
-    names = decoder_name_map(config, rules)
+    rules = [rule for number in range(config.num_layers) for rule in _layer_rules(config, number)]
+    prediction = deepseek.prediction_rules(config, _layer_rules, final_norm="final_layernorm")
+    names = decoder_name_map(config, [*rules, *prediction])
     embedding = Same("embedding.word_embeddings.weight", "model.word_embeddings.weight")
     others = [rule for rule in names.rules if rule.ours != embedding.ours]
-    # The layer behind the last predicts further tokens; this family has none.
-    return NameMap([embedding, *others], 0, names.ignored | {f"model.layers.{config.num_layers}.*"})
+    return NameMap([embedding, *others], 0, names.ignored | deepseek.unread_prediction(config))
+
+
+def _layer_rules(config: BailingHybridConfig, number: int) -> list[Rule]:
+    """Rules of layer `number`; the layers of multi-token prediction are numbered after the others."""
+    block = _delta_rules(config) if config.linear_layers[number] else _latent_rules(config)
+    return [rule.for_layer(number) for rule in (*norm_rules(PRE_NORMS), *block, *_feed_forward(config, number))]
 
 
 def _delta_rules(config: BailingHybridConfig) -> list[Rule]:
@@ -133,6 +135,11 @@ def spelling(config: BailingHybridConfig, name: str) -> str:
     return _published(name, linear=number < config.num_layers and config.linear_layers[number])
 
 
+def held(external: Mapping[str, Any], names: Iterable[str]) -> Mapping[str, Any]:
+    """Without layers of multi-token prediction where a file has none."""
+    return deepseek.held({"num_hidden_layers": 42, **external}, names)
+
+
 # -- configuration -----------------------------------------------------------------------------------
 
 EXPERTS: Mapping[str, Any] = {
@@ -150,6 +157,7 @@ EXPERTS: Mapping[str, Any] = {
 IN_DEEPSEEK = {"num_experts": "n_routed_experts", "num_shared_experts": "n_shared_experts"}
 BALANCE = {"aux_loss_alpha": 0.0001}
 """A coefficient for training, which the class has not."""
+COUNT = "num_nextn_predict_layers"
 GROUP, SHARE = "layer_group_size", "partial_rotary_factor"
 DELTA_KEYS = {
     "linear_num_heads": ("num_attention_heads", 32),
@@ -214,9 +222,14 @@ def _kinds(external: Mapping[str, Any], layers: int) -> Sequence[Any]:
 
 
 def _import_limits(external: Mapping[str, Any], key: str) -> list[float] | None:
-    """Null for lists without any limit; values of layers of multi-token prediction are left out."""
-    limits = [float(limit or 0.0) for limit in external.get(key) or ()][: external["num_hidden_layers"]]
-    missing = external["num_hidden_layers"] - len(limits)
+    """Null for lists without any limit. Raises ConfigError for limits of layers of multi-token prediction."""
+    limits, layers = [float(limit or 0.0) for limit in external.get(key) or ()], external["num_hidden_layers"]
+    if any(limits[layers:]) and external.get(COUNT):
+        raise ConfigError(
+            f"{key} has the limits {limits[layers:]} behind those of num_hidden_layers={layers}, which is not "
+            "supported: layers of multi-token prediction have none"
+        )
+    limits, missing = limits[:layers], layers - len(limits)
     return limits + [0.0] * missing if any(limits) else None
 
 
@@ -316,10 +329,9 @@ IN_CLASS = {
     "num_local_experts": "num_experts",
     "num_experts_per_token": "num_experts_per_tok",
     "n_shared_experts": "num_shared_experts",
-    "num_mtp_layers": "num_nextn_predict_layers",
+    "num_mtp_layers": COUNT,
 }
 """Keys that transformers writes -> those of published files, which are written."""
-PREDICTION = "of layers that predict further tokens, which are left out"
 BAILING_HYBRID = ConfigMap(
     architecture=KIND,
     fields=(
@@ -329,12 +341,12 @@ BAILING_HYBRID = ConfigMap(
             if entry.theirs != "tie_word_embeddings"
         ),
         *(Field(entry.theirs, entry.ours, default=entry.default) for entry in deepseek.FIELDS),
+        Field(COUNT, "mtp_num_layers", import_value=lambda count: int(count or 0), default=0),
     ),
     fixed=(
         SILU,
         Fixed("attention_bias", (False,)),
         Fixed("tie_word_embeddings", (False,)),
-        Fixed("num_nextn_predict_layers", (0, 1)),
         *(
             Fixed(key, (value,), written=False)
             for key, value in {
@@ -358,6 +370,7 @@ BAILING_HYBRID = ConfigMap(
                 "scoring_func": "sigmoid",
                 "topk_method": "noaux_tc",
                 "group_norm_size": 1,
+                "mtp_use_kda": False,
                 "num_kv_heads_for_linear_attn": 0,
                 "embedding_dropout": 0.0,
                 "output_dropout": 0.0,
@@ -367,7 +380,7 @@ BAILING_HYBRID = ConfigMap(
     ignored={
         **IGNORED,
         **MOE_IGNORED,
-        **dict.fromkeys(("mtp_loss_scaling_factor", "mtp_use_kda"), PREDICTION),
+        "mtp_loss_scaling_factor": "of the loss in the publisher's training; model.mtp_loss_scaling_factor sets it",
         "qk_head_dim": "the sum of other fields",
         "pretraining_tp": "how another program computed matrices",
         "router_dtype": "of the router's products, which are fp32",
@@ -389,5 +402,6 @@ HUGGING_FACE = HuggingFaceFamily(
     model_types={KIND: BAILING_HYBRID},
     name_map=name_map,
     spelling=spelling,
+    held=held,
     architectures={KIND: "BailingHybridForCausalLM"},
 )

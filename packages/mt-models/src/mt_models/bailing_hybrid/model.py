@@ -6,9 +6,10 @@ from torch import nn
 
 from mt_core.nn.build_context import ModelBuildContext
 from mt_models.bailing_hybrid.config import BailingHybridConfig
-from mt_models.blocks.decoder import RotaryDecoder, attention_core
+from mt_models.blocks.decoder import attention_core
 from mt_models.blocks.head_gated_latent_attention import HeadGatedLatentAttention
 from mt_models.blocks.kimi_delta_net import FullRankKimiDeltaNet
+from mt_models.blocks.predicting_decoder import PredictingDecoder
 from mt_models.blocks.transformer import TransformerLayer
 
 
@@ -26,7 +27,13 @@ def bailing_layer(
     return TransformerLayer(config, core, feed_forward, ctx, attention)
 
 
-def build_bailing_hybrid(config: BailingHybridConfig, context: ModelBuildContext) -> RotaryDecoder:
-    """See `ModelSpec.build`."""
+def build_bailing_hybrid(config: BailingHybridConfig, context: ModelBuildContext) -> PredictingDecoder:
+    """See `ModelSpec.build`. Layers of multi-token prediction are of latent attention."""
     linear = config.linear_layers
-    return RotaryDecoder(config, context, lambda number: bailing_layer(config, context, number, linear=linear[number]))
+    counted = config.with_predicted_layers() if config.mtp_num_layers else config
+    return PredictingDecoder(
+        config,
+        context,
+        lambda number: bailing_layer(config, context, number, linear=linear[number]),
+        lambda depth: bailing_layer(counted, context, config.num_layers + depth, linear=False),
+    )

@@ -99,10 +99,13 @@ def latent_rules(config: DeepseekConfig) -> list[Rule]:
 
 
 def prediction_rules(
-    config: DeepseekConfig, rules_of_layer: Callable[[Any, int], list[Rule]] = layer_rules
+    config: DeepseekConfig,
+    rules_of_layer: Callable[[Any, int], list[Rule]] = layer_rules,
+    *,
+    final_norm: str = "shared_head.norm",
 ) -> list[Rule]:
     """Rules of the layers of multi-token prediction. rules_of_layer: makes those of a decoder layer from the
-    configuration and its number."""
+    configuration and its number. final_norm: the name in files of the norm before the LM head."""
     counted = config.with_predicted_layers()
     rules: list[Rule] = []
     for depth in range(config.mtp_num_layers):
@@ -114,13 +117,22 @@ def prediction_rules(
             ("enorm", "enorm"),
             ("hnorm", "hnorm"),
             ("eh_proj", "eh_proj"),
-            ("final_layernorm", "shared_head.norm"),
+            ("final_layernorm", final_norm),
         ):
             rules.append(Same(f"{ours}{own}.weight", f"{theirs}{external}.weight"))
         # layer_rules names it as a decoder layer; only the canonical side is moved to mtp.
         prefix = OURS.replace("{i}", str(number))
         rules += [renamed(rule, prefix, f"{ours}mtp_model_layer.") for rule in rules_of_layer(counted, number)]
     return rules
+
+
+def unread_prediction(config: DeepseekConfig) -> frozenset[str]:
+    """Tensors of layers behind the last: all without multi-token prediction, else the embedding and the LM head, in
+    whose place every program takes those of the model."""
+    if not config.mtp_num_layers:
+        return frozenset({f"model.layers.{config.num_layers}.*"})
+    numbers = range(config.num_layers, config.num_layers + config.mtp_num_layers)
+    return frozenset(f"model.layers.{n}.{part}.*" for n in numbers for part in ("embed_tokens", "shared_head.head"))
 
 
 def copies(config: DeepseekConfig) -> dict[str, str]:

@@ -7,13 +7,13 @@ SPEC = ModelSpec(
     name="exaone4",
     doc="EXAONE 4: norms behind blocks, global layers without positions; K-EXAONE: norms before them, experts",
     config_type=Lazy("mt_models.exaone4.config:Exaone4Config"),
-    build=Lazy("mt_models.blocks.decoder:build_rotary_decoder"),
-    check=Lazy("mt_models.blocks.config:check_decoder"),
+    build=Lazy("mt_models.exaone4.model:build_exaone4"),
+    check=Lazy("mt_models.exaone4.config:check_exaone4"),
     presets=Lazy("mt_models.exaone4.config:PRESETS"),
     name_maps={
         "hf": Lazy("mt_models.exaone4.hugging_face:HUGGING_FACE"),
         "gguf": Lazy("mt_models.exaone4.gguf:GGUF"),
         "megatron": Lazy("mt_models.exaone4.config:MEGATRON"),
     },
-    training_flops=Lazy("mt_models.flops:training_flops"),
+    training_flops=Lazy("mt_models.exaone4.config:training_flops"),
 )

@@ -5,11 +5,22 @@ from __future__ import annotations
 from typing import Any
 
 from mt_core.config.fields import PositiveInt
+from mt_core.config.schema import Config
 from mt_core.config_map import MegatronMap
-from mt_models.blocks.config import RMSNormDecoderConfig
+from mt_core.errors import ConfigError
+from mt_models.blocks.config import RMSNormDecoderConfig, check_decoder
+from mt_models.blocks.prediction_config import PredictionKeys, check_prediction
+from mt_models.flops import (
+    core_flops,
+    dense_feed_forward_flops,
+    mean_keys,
+    output_flops,
+    projection_flops,
+)
+from mt_models.flops import training_flops as decoder_training_flops
 
 
-class Exaone4Config(RMSNormDecoderConfig):
+class Exaone4Config(PredictionKeys, RMSNormDecoderConfig):
     """EXAONE 4.0, and with experts K-EXAONE (LG AI Research, 2025)."""
 
     sliding_window: PositiveInt | None = None
@@ -36,6 +47,29 @@ class Exaone4Config(RMSNormDecoderConfig):
     @property
     def qk_layernorm(self) -> bool:
         return True
+
+
+def check_exaone4(config: Config) -> None:
+    check_decoder(config)
+    model = config.model
+    assert isinstance(model, Exaone4Config)
+    check_prediction(config, model)
+    if model.mtp_num_layers and model.moe is None:
+        raise ConfigError(
+            f"model.mtp_num_layers={model.mtp_num_layers} needs experts (model.moe): only K-EXAONE has a layer of "
+            "multi-token prediction; set it to 0"
+        )
+    if model.mtp_num_layers > 1:
+        raise ConfigError(f"model.mtp_num_layers={model.mtp_num_layers} is not supported; it can be 0 or 1")
+
+
+def training_flops(config: Config) -> float:
+    """See `ModelSpec.training_flops`. The layer of multi-token prediction is dense and has no window."""
+    model: Any = config.model
+    length, hidden = config.data.seq_length, model.hidden_size
+    layer = projection_flops(model) + core_flops(model, mean_keys(length, None, "seen"))
+    layer += dense_feed_forward_flops(model) + 4 * hidden**2 + output_flops(hidden, model.vocab_size)
+    return decoder_training_flops(config) + 3 * length * model.mtp_num_layers * layer
 
 
 # -- published sizes ---------------------------------------------------------------------------------
@@ -74,6 +108,7 @@ K_EXAONE: dict[str, Any] = {
     "max_position_embeddings": 262144,
     "rotary_base": 1000000.0,
     "sliding_window": 128,
+    "mtp_num_layers": 1,
     "moe": {
         "num_experts": 128,
         "moe_router_topk": 8,

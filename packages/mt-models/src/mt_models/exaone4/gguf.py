@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from mt_core.name_map import NameMap
+from mt_core.name_map import NameMap, Rule, Same
 from mt_models.blocks.gguf_decoder import (
     BRANCH_NORMS,
     DENSE,
@@ -23,10 +23,10 @@ from mt_models.blocks.gguf_decoder import (
     tied_output,
     write_shape,
 )
-from mt_models.blocks.hugging_face_decoder import FULL, SLIDING
-from mt_models.blocks.hugging_face_moe import BIAS_KEY
+from mt_models.blocks.hugging_face_decoder import FULL, OURS, SLIDING
+from mt_models.blocks.hugging_face_moe import BIAS_KEY, renamed
 from mt_models.exaone4.config import Exaone4Config
-from mt_models.exaone4.hugging_face import DENSE_LAYERS, EXPERTS, KINDS
+from mt_models.exaone4.hugging_face import COUNT, DENSE_LAYERS, EXPERTS, KINDS
 from mt_models.gguf import External, GGUFArchitecture, GGUFFamily, Key, Metadata, require
 
 WINDOW, PATTERN = "attention.sliding_window", "attention.sliding_window_pattern"
@@ -39,8 +39,17 @@ def name_map(config: Exaone4Config) -> NameMap:
     if config.moe is None:
         return decoder_map(config, [*norms(BRANCH_NORMS), *heads, *feed_forward()])
     layer = [*norms(PRE_NORMS), *heads, *mixed_feed_forward(config)]
-    # Published files have a layer behind the last that predicts a further token.
-    return decoder_map(config, layer, ignored=[f"blk.{config.num_layers}.*"])
+    return decoder_map(config, [*layer, *(_prediction_rules(config, heads) if config.mtp_num_layers else ())])
+
+
+def _prediction_rules(config: Exaone4Config, heads: list[Rule]) -> list[Rule]:
+    """The layer of multi-token prediction follows the others."""
+    number, own = config.num_layers, "mtp.layers.0."
+    layer = [rule.for_layer(number) for rule in (*norms(PRE_NORMS), *heads, *feed_forward())]
+    return [
+        *(Same(f"{own}{ours}.weight", f"blk.{number}.nextn.{name}.weight") for ours, name in PREDICTION.items()),
+        *(renamed(rule, OURS.replace("{i}", str(number)), f"{own}mtp_model_layer.") for rule in layer),
+    ]
 
 
 def read(metadata: Metadata) -> dict[str, Any]:
@@ -68,12 +77,15 @@ EXAONE4 = GGUFArchitecture(
 # -- K-EXAONE ----------------------------------------------------------------------------------------
 
 NAME, PREDICTING = "exaone-moe", "nextn_predict_layers"
+PREDICTION = {"enorm": "enorm", "hnorm": "hnorm", "eh_proj": "eh_proj", "final_layernorm": "shared_head_norm"}
 
 
 def read_with_experts(metadata: Metadata) -> dict[str, Any]:
+    predicted = metadata.get(PREDICTING, int) or 0
     return {
         **read_shape(metadata),
-        "num_hidden_layers": metadata.need("block_count", int) - (metadata.get(PREDICTING, int) or 0),
+        "num_hidden_layers": metadata.need("block_count", int) - predicted,
+        COUNT: predicted,
         "sliding_window": metadata.need(WINDOW, int),
         "sliding_window_pattern": PERIOD,
         "norm_topk_prob": bool(metadata.get("expert_weights_norm", bool)),
@@ -81,7 +93,7 @@ def read_with_experts(metadata: Metadata) -> dict[str, Any]:
 
 
 def write_with_experts(external: External) -> dict[str, Any]:
-    layers, dense = external["num_hidden_layers"], external[DENSE_LAYERS]
+    layers, dense, predicted = external["num_hidden_layers"], external[DENSE_LAYERS], external[COUNT]
     kinds = [SLIDING if (layer + 1) % PERIOD else FULL for layer in range(layers)]
     require({**external, "layer_types": list(external["layer_types"])}, "layer_types", (kinds,), NAME)
     require(external, KINDS, (["dense"] * dense + ["sparse"] * (layers - dense),), NAME)
@@ -92,11 +104,12 @@ def write_with_experts(external: External) -> dict[str, Any]:
     return {
         **write_shape(external),
         WINDOW: external["sliding_window"],
-        PATTERN: [kind == SLIDING for kind in kinds],
+        "block_count": layers + predicted,
+        PATTERN: [kind == SLIDING for kind in kinds] + [False] * predicted,
         "expert_shared_feed_forward_length": external["num_shared_experts"] * external["moe_intermediate_size"],
         "expert_gating_func": SIGMOID,
         "expert_weights_norm": True,
-        PREDICTING: 0,
+        PREDICTING: predicted,
     }
 
 

@@ -2,18 +2,21 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
+from dataclasses import replace
 from typing import Any
 
 from mt_core.config_map import ConfigMap, Field, Fixed
 from mt_core.errors import ConfigError
-from mt_core.name_map import NameMap
+from mt_core.name_map import NameMap, Rule, Same
 from mt_models.blocks.hugging_face_decoder import (
     BRANCH_NORMS,
     FULL,
+    OURS,
     PRE_NORMS,
     QK_NORMS,
     ROPE_KEYS,
+    THEIRS,
     attention_rules,
     decoder_fields,
     decoder_name_map,
@@ -44,8 +47,14 @@ from mt_models.hugging_face import IGNORED, NOT_A_CHOICE, HuggingFaceFamily, tie
 DENSE, EXPERTS = "exaone4", "exaone_moe"
 PATTERN = "sliding_window_pattern"
 NAMES = ExpertNames(expert_bias="mlp.e_score_correction_bias")
-PREDICTING = frozenset({"mtp.*"})
-"""Tensors of the layer that predicts a further token, which the class leaves out."""
+COUNT = "num_nextn_predict_layers"
+PREDICTION = {
+    "enorm": "pre_fc_norm_embedding",
+    "hnorm": "pre_fc_norm_hidden",
+    "eh_proj": "fc",
+    "final_layernorm": "norm",
+}
+"""Parts of the layer of multi-token prediction around the layer itself -> their names in files."""
 
 
 def name_map(config: Exaone4Config) -> NameMap:
@@ -54,7 +63,28 @@ def name_map(config: Exaone4Config) -> NameMap:
         return decoder_name_map(config, [*norm_rules(BRANCH_NORMS), *heads, *feed_forward_rules()])
     blocks = mixed_feed_forward_rules(config, NAMES, always_biased=True)
     names = decoder_name_map(config, [*norm_rules(PRE_NORMS), *heads, *blocks])
-    return NameMap(names.rules, 0, names.ignored | PREDICTING)
+    return NameMap([*names.rules, *(_prediction_rules(config) if config.mtp_num_layers else ())], 0, names.ignored)
+
+
+def _prediction_rules(config: Exaone4Config) -> list[Rule]:
+    layer = (*norm_rules(PRE_NORMS), *norm_rules(QK_NORMS), *attention_rules(config), *feed_forward_rules())
+    return [
+        *(Same(f"mtp.layers.0.{own}.weight", f"mtp.{name}.weight") for own, name in PREDICTION.items()),
+        *(_moved(rule, "mtp.layers.0.mtp_model_layer.", "mtp.layers.0.") for rule in layer),
+    ]
+
+
+def _moved(rule: Rule, ours: str, theirs: str) -> Rule:
+    """The rule of a layer under other prefixes."""
+    sources = tuple(theirs + name.removeprefix(THEIRS) for name in rule.sources)
+    return replace(rule, ours=ours + rule.ours.removeprefix(OURS), theirs=sources)
+
+
+def held(external: Mapping[str, Any], names: Iterable[str]) -> Mapping[str, Any]:
+    """With the layer of multi-token prediction where a file has its tensors, and without it where it has not."""
+    if external.get("model_type") != EXPERTS:
+        return external
+    return {**external, COUNT: int(any(name.startswith("mtp.") for name in names))}
 
 
 def model_type_of(config: Exaone4Config) -> str:
@@ -205,15 +235,16 @@ def export_with_experts(model: Mapping[str, Any]) -> dict[str, Any]:
         "routed_scaling_factor": moe["moe_router_topk_scaling_factor"] or 1.0,
         "n_group": moe["moe_router_num_groups"] or 1,
         "topk_group": moe["moe_router_group_topk"] or 1,
-        "num_nextn_predict_layers": 0,
     }
 
 
 EXAONE_MOE = ConfigMap(
     architecture=EXPERTS,
-    fields=FIELDS,
+    fields=(*FIELDS, Field(COUNT, "mtp_num_layers", import_value=lambda count: int(count or 0), default=0)),
     fixed=(
         *FIXED,
+        Fixed("mtp_layer_types", (None, [], [FULL]), written=False),
+        Fixed("mtp_sliding_windows", (None, [], [0]), written=False),
         Fixed("scoring_func", ("sigmoid",), written=False),
         Fixed("topk_method", ("noaux_tc",), written=False),
     ),
@@ -221,7 +252,7 @@ EXAONE_MOE = ConfigMap(
         **IGNORED,
         **MOE_IGNORED,
         "first_last_k_dense_replace": "of earlier code; is_moe_layer, mlp_layer_types or first_k_dense_replace say it",
-        "num_nextn_predict_layers": "of a layer that predicts a further token, which the class leaves out",
+        "mtp_loss_scaling_factor": "of the loss in the publisher's training; model.mtp_loss_scaling_factor sets it",
     },
     import_extra=import_with_experts,
     import_extra_keys=(*ROPE_KEYS, *WINDOW_KEYS, *MOE_DEFAULTS, KINDS, LISTED, "n_group", "topk_group", BIAS_KEY),
@@ -236,5 +267,6 @@ HUGGING_FACE = HuggingFaceFamily(
     name_map=name_map,
     model_type_of=model_type_of,
     copies=tied_output,
+    held=held,
     architectures={DENSE: "Exaone4ForCausalLM", EXPERTS: "ExaoneMoeForCausalLM"},
 )

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Annotated, Any
+from typing import Annotated, Any, ClassVar
 
 from pydantic import Field
 
@@ -17,6 +17,7 @@ from mt_models.kimi_linear.config import KimiLinearConfig, check_kimi_linear, sh
 class Glm5NextConfig(KimiLinearConfig):
     """GLM-5.3-Flash (Z.ai, 2026), text."""
 
+    predicts: ClassVar[bool] = True
     q_lora_rank: PositiveInt = 1536
     """Channels of the latent of the queries, from which the queries of the indexer come, too."""
     qk_pos_emb_head_dim: NonNegativeInt = 0
@@ -105,6 +106,7 @@ PRESETS: dict[str, dict[str, Any]] = {
             "linear_num_key_heads": 64,
             "linear_num_value_heads": 64,
             "linear_decay_lower_bound": -5.0,
+            "mtp_num_layers": 1,
             "moe": {
                 "num_experts": 288,
                 "moe_router_topk": 8,

@@ -10,6 +10,7 @@ from mt_models.delta_net_flops import DeltaNetFlops
 from mt_models.flops import Convention, mean_keys
 from mt_models.glm5_next.config import Glm5NextConfig
 from mt_models.kimi_linear.flops import flops_per_token as dense_flops_per_token
+from mt_models.kimi_linear.flops import prediction_flops
 
 
 @dataclass(frozen=True)
@@ -58,4 +59,11 @@ def connection_flops(config: Glm5NextConfig) -> float:
 def training_flops(config: Config) -> float:
     """See `ModelSpec.training_flops`."""
     model: Any = config.model
-    return config.data.seq_length * flops_per_token(model, config.data.seq_length).training
+    length = config.data.seq_length
+
+    def training(counted: Glm5NextConfig) -> float:
+        return flops_per_token(counted, length).training
+
+    # Layers of multi-token prediction have one residual stream.
+    connections = 3 * model.mtp_num_layers * connection_flops(model)
+    return length * (training(model) + prediction_flops(model, training) - connections)

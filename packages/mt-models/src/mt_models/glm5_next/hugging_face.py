@@ -8,7 +8,7 @@ read too.
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 from mt_core.config_map import ConfigMap, Field, Fixed
@@ -73,11 +73,17 @@ def name_map(config: Glm5NextConfig) -> NameMap:
         block = delta_rules(config, Same) if linear else _sparse_rules(config)
         layer = (*norm_rules(PRE_NORMS), *_connection_rules(), *block, *_feed_forward(config, number))
         rules += [rule.for_layer(number) for rule in layer]
-    names = decoder_name_map(config, rules)
+    names = decoder_name_map(config, [*rules, *deepseek.prediction_rules(config, _predicted_rules)])
     others = [rule for rule in names.rules if rule.ours != "decoder.final_layernorm.weight"]
-    # The layer behind the last predicts further tokens; this family has none, and no image tower.
-    left_out = {f"model.layers.{config.num_layers}.*", "model.visual.*"}
+    # The image tower, which this family has not.
+    left_out = {"model.visual.*"} | deepseek.unread_prediction(config)
     return NameMap([*others, Same(FINAL_NORM, "model.norm.weight")], 0, names.ignored | left_out)
+
+
+def _predicted_rules(config: Glm5NextConfig, number: int) -> list[Rule]:
+    """Rules of a layer of multi-token prediction, which has one residual stream."""
+    layer = (*norm_rules(PRE_NORMS), *_sparse_rules(config), *_feed_forward(config, number))
+    return [rule.for_layer(number) for rule in layer]
 
 
 def _connection_rules() -> list[Rule]:
@@ -112,6 +118,14 @@ def spelling(config: Glm5NextConfig, name: str) -> str:
     for pattern, instead in SPELLINGS:
         name = re.sub(pattern, instead, name)
     return name
+
+
+def held(external: Mapping[str, Any], names: Iterable[str]) -> Mapping[str, Any]:
+    """Without layers of multi-token prediction where a file has none."""
+    inside = [re.sub(SPELLINGS[0][0], SPELLINGS[0][1], name) for name in names]
+    if isinstance(text := external.get("text_config"), Mapping):
+        return {**external, "text_config": held(text, inside)}
+    return deepseek.held({"num_hidden_layers": 45, **external}, inside)
 
 
 # -- configuration -----------------------------------------------------------------------------------
@@ -263,7 +277,7 @@ def _export_experts(config: Glm5NextConfig) -> dict[str, Any]:
     }
 
 
-PREDICTION = "of layers that predict further tokens, which are left out"
+COUNT = "num_nextn_predict_layers"
 NO_POSITIONS = "of rotary positions, which the class has not"
 SIZES = {"q_lora_rank": 1536, "qk_nope_head_dim": 256, "v_head_dim": 256}
 GLM5_NEXT_TEXT = ConfigMap(
@@ -284,6 +298,7 @@ GLM5_NEXT_TEXT = ConfigMap(
         Field("index_head_dim", "dsa_indexer_head_dim", default=128),
         Field("index_topk", "dsa_indexer_topk", default=2048),
         Field("index_kpool", "dsa_indexer_pool_size", default=16),
+        Field(COUNT, "mtp_num_layers", import_value=lambda count: int(count or 0), default=0),
         Field("hc_mult", "hyper_connection_streams", default=4),
         Field("hc_sinkhorn_iters", "hyper_connection_iterations", default=20),
         Field("hc_eps", "hyper_connection_epsilon", import_value=float, default=1e-6),
@@ -301,13 +316,12 @@ GLM5_NEXT_TEXT = ConfigMap(
         Fixed("scoring_func", ("sigmoid",)),
         Fixed("topk_method", ("noaux_tc",)),
         Fixed("moe_layer_freq", (1,), written=False),
-        Fixed("num_nextn_predict_layers", (0, 1)),
     ),
     ignored={
         **IGNORED,
         **MOE_IGNORED,
         **dict.fromkeys((*ROPE_KEYS, "rope_interleave", "indexer_rope_interleave"), NO_POSITIONS),
-        "index_share_for_mtp_iteration": PREDICTION,
+        "index_share_for_mtp_iteration": "whether drafts of a server share the choice of keys",
         "head_dim": "the class computes it from other fields",
         "qk_head_dim": "the sum of other fields",
         "router_aux_loss_coef": "of a loss that is added when router logits are asked for; model.moe chooses one",
@@ -319,7 +333,7 @@ GLM5_NEXT_TEXT = ConfigMap(
         "linear_lower_bound",
     ),
     export_extra=export_extra,
-    spellings={"num_local_experts": "n_routed_experts", "num_mtp_layers": "num_nextn_predict_layers"},
+    spellings={"num_local_experts": "n_routed_experts", "num_mtp_layers": COUNT},
 )  # fmt: skip
 TOWER_KEYS = ("image_start_token_id", "image_end_token_id", "video_start_token_id", "video_end_token_id")
 
@@ -332,5 +346,6 @@ HUGGING_FACE = HuggingFaceFamily(
     name_map=name_map,
     model_type_of=lambda config: KIND,
     spelling=spelling,
+    held=held,
     architectures={KIND: "Glm5NextTextModel"},
 )

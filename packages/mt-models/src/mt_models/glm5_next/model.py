@@ -4,7 +4,7 @@ positions, and of feed-forwards, dense or with experts.
     X <- connect(attention(norm(.)), X)      X <- connect(feed_forward(norm(.)), X)
 
 The connections are `mt_models.blocks.hyper_connection`; streams start as copies of the token's embedding, and their
-mean is what the final norm reads.
+mean is what the final norm reads. A layer of multi-token prediction has one residual stream, and latent attention.
 """
 
 from __future__ import annotations
@@ -16,12 +16,13 @@ from mt_core.nn.build_context import ModelBuildContext
 from mt_core.nn.cache import Cache
 from mt_core.nn.layout import zeros
 from mt_core.parallel.pipeline.stage import Stage
-from mt_models.blocks.decoder import RotaryDecoder, freeze
+from mt_models.blocks.decoder import RotaryDecoder, attention_core, freeze
 from mt_models.blocks.hyper_connection import HyperConnection, StreamMean, mixed_streams, repeated
 from mt_models.blocks.kimi_delta_net import KimiDeltaNet
 from mt_models.blocks.pooled_latent_attention import PooledLatentAttention
+from mt_models.blocks.predicting_decoder import PredictingDecoder
 from mt_models.blocks.rotary import RotaryAngles
-from mt_models.blocks.transformer import block_norm
+from mt_models.blocks.transformer import TransformerLayer, block_norm
 from mt_models.glm5_next.config import Glm5NextConfig
 
 
@@ -59,7 +60,14 @@ def _delta_net(config: Glm5NextConfig, context: ModelBuildContext) -> nn.Module:
     return KimiDeltaNet(config, context.parallel, lower_bound=bound, fp32_taps=True, initial_rates=rates)
 
 
-def _latent_attention(config: Glm5NextConfig, context: ModelBuildContext) -> nn.Module:
+def predicted_layer(config: Glm5NextConfig, context: ModelBuildContext, number: int) -> TransformerLayer:
+    """config: with the layers of multi-token prediction counted."""
+    feed_forward = context.feed_forward(config.feed_forward, config, number)
+    attention = _latent_attention(config, context)
+    return TransformerLayer(config, attention_core(config, context), feed_forward, context.parallel, attention)
+
+
+def _latent_attention(config: Glm5NextConfig, context: ModelBuildContext) -> PooledLatentAttention:
     core: AttentionCore = context.attention(
         config.attention_backend,
         num_heads=config.num_attention_heads,
@@ -76,19 +84,23 @@ def _latent_attention(config: Glm5NextConfig, context: ModelBuildContext) -> nn.
     return attention
 
 
-class Glm5NextModel(RotaryDecoder):
+class Glm5NextModel(PredictingDecoder):
     """tokens [B, S] -> logits [B, S, vocab]. Between layers and pipeline stages are streams [B, S, n H]."""
 
     config: Glm5NextConfig
 
     def __init__(self, config: Glm5NextConfig, context: ModelBuildContext) -> None:
         linear, streams = config.linear_layers, config.hyper_connection_streams
-        super().__init__(
+        counted = config.with_predicted_layers() if config.mtp_num_layers else config
+        RotaryDecoder.__init__(
+            self,
             config,
             context,
             lambda number: Glm5NextLayer(config, context, number, linear=linear[number]),
             lambda: StreamMean(streams, block_norm(config, context.parallel)),
         )
+        # The norms of the prediction read one stream.
+        self.add_prediction(config, context, lambda depth: predicted_layer(counted, context, config.num_layers + depth))
 
     def through_layers(
         self,

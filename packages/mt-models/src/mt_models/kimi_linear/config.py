@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any, Literal
+from typing import Any, ClassVar, Literal, Self
 
 from mt_core.config.fields import PositiveInt
+from mt_core.config.layer_pattern import pattern_of
 from mt_core.config.schema import Config
 from mt_core.config_map import MegatronMap
 from mt_core.errors import ConfigError
@@ -16,6 +17,8 @@ from mt_models.deepseek.config import DeepseekConfig, check_deepseek, shrink_dee
 class KimiLinearConfig(DeltaNetKeys, DeepseekConfig):
     """Kimi Linear 48B-A3B (Moonshot AI, 2025)."""
 
+    predicts: ClassVar[bool] = False
+    """Whether the family has layers of multi-token prediction, which are of latent attention."""
     linear_num_key_heads: PositiveInt = 32
     """Heads of Kimi delta attention."""
     linear_num_value_heads: PositiveInt = 32
@@ -39,6 +42,11 @@ class KimiLinearConfig(DeltaNetKeys, DeepseekConfig):
     def rotates(self, layer: int) -> bool:
         return False
 
+    def with_predicted_layers(self) -> Self:
+        attention = [False] * self.mtp_num_layers
+        kinds = self.model_copy(update={"linear_attention_freq": pattern_of(self.linear_layers + attention)})
+        return super(KimiLinearConfig, kinds).with_predicted_layers()
+
 
 ROTARY = ("rotary_base", "rope_scaling_type")
 
@@ -52,7 +60,7 @@ def check_kimi_linear(config: Config) -> None:
 
 
 def check_kimi_layers(config: Config) -> None:
-    """Raise ConfigError for heads of different sizes, and for layers of multi-token prediction."""
+    """Raise ConfigError for heads of different sizes, and for layers of multi-token prediction in a family without."""
     check_deepseek(config)
     check_delta_nets(config)
     model = config.model
@@ -66,7 +74,7 @@ def check_kimi_layers(config: Config) -> None:
                 f"model.{one}={getattr(model, one)} and model.{other}={getattr(model, other)} have to be equal: a head "
                 "of Kimi delta attention has queries, keys and values of one size"
             )
-    if model.mtp_num_layers:
+    if model.mtp_num_layers and not model.predicts:
         raise ConfigError(
             f"model.mtp_num_layers={model.mtp_num_layers} is not supported by model.family={model.family}; it can be 0"
         )

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 from mt_core.config.schema import Config
 from mt_models.blocks.delta_net_config import delta_convolution_flops, delta_rule_flops
 from mt_models.deepseek.config import flops_per_token as latent_flops_per_token
 from mt_models.delta_net_flops import DeltaNetFlops
-from mt_models.flops import Convention
+from mt_models.flops import Convention, output_flops
 from mt_models.kimi_linear.config import KimiLinearConfig
 
 
@@ -34,6 +35,15 @@ def kimi_flops(
         feed_forward=latent.feed_forward,
         output=latent.output,
     )
+
+
+def prediction_flops(config: KimiLinearConfig, training: Callable[[Any], float]) -> float:
+    """Forward and backward FLOPs for each token of layers of multi-token prediction, their projections and their
+    logits. training: those of all layers of a configuration."""
+    if not (depths := config.mtp_num_layers):
+        return 0.0
+    each = 4 * config.hidden_size**2 + output_flops(config.hidden_size, config.vocab_size)
+    return training(config.with_predicted_layers()) - training(config) + 3 * depths * each
 
 
 def linear_projection_flops(config: KimiLinearConfig) -> float:

@@ -46,9 +46,10 @@ def check_longcat_flash(config: Config) -> None:
     check_deepseek(config)
     model = config.model
     assert isinstance(model, LongcatFlashConfig)
-    if model.mtp_num_layers:
+    if model.mtp_num_layers > 1:
         raise ConfigError(
-            f"model.mtp_num_layers={model.mtp_num_layers} is not supported by model.family=longcat_flash; it can be 0"
+            f"model.mtp_num_layers={model.mtp_num_layers} is not supported by model.family=longcat_flash; it can be 0 "
+            "or 1"
         )
     if not all(MoEOptions(model).layers):
         raise ConfigError(
@@ -78,7 +79,11 @@ def flops_per_token(config: LongcatFlashConfig, seq_length: int, *, convention: 
 def training_flops(config: Config) -> float:
     """See `ModelSpec.training_flops`."""
     model: Any = config.model
-    return config.data.seq_length * flops_per_token(model, config.data.seq_length).training
+    flops = flops_per_token(model, config.data.seq_length)
+    # One attention, a dense feed-forward, eh_proj [H, 2 H] and the logits.
+    attention = (flops.attention_projections + flops.attention_core) / (SUBLAYERS * model.num_layers)
+    predicted = attention + dense_feed_forward_flops(model) + 4 * model.hidden_size**2 + flops.output
+    return config.data.seq_length * (flops.training + 3 * model.mtp_num_layers * predicted)
 
 
 # -- published size ----------------------------------------------------------------------------------
@@ -99,6 +104,7 @@ PRESETS: dict[str, dict[str, Any]] = {
             "v_head_dim": 128,
             "rotary_base": 10000000.0,
             "max_position_embeddings": 131072,
+            "mtp_num_layers": 1,
             "moe": {
                 "num_experts": 512,
                 "moe_num_zero_experts": 256,

@@ -6,7 +6,7 @@ it loads no file; published files have none. They are written as zeros, and file
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -18,6 +18,7 @@ from mt_core.errors import ConfigError
 from mt_core.name_map import Concatenate, NameMap, Rule, Same
 from mt_models.blocks.hugging_face_decoder import (
     OURS,
+    PRE_NORMS,
     ROPE_KEYS,
     THEIRS,
     decoder_fields,
@@ -50,8 +51,16 @@ NAMES = ExpertNames(
     stacked_router="mlp.router.classifier.weight",
     expert_bias="mlp.router.e_score_correction_bias",
 )
-PREDICTION = frozenset(("model.mtp.*",))
-"""Tensors of the layer of multi-token prediction, which neither this family nor transformers has."""
+COUNT, PREDICTED = "num_nextn_predict_layers", "model.mtp.layers.0."
+PREDICTION = {
+    "enorm": f"{PREDICTED}enorm.m",
+    "hnorm": f"{PREDICTED}hnorm.m",
+    "eh_proj": f"{PREDICTED}eh_proj",
+    "final_layernorm": "model.mtp.norm",
+}
+"""Parts of the layer of multi-token prediction around the layer itself -> their names in files."""
+REPEATED = frozenset({"model.mtp.embed_tokens.*"})
+"""The token embeddings, in whose place programs take those of the model."""
 
 
 @dataclass(frozen=True)
@@ -83,7 +92,26 @@ class FirstExperts(Rule):
 def name_map(config: LongcatFlashConfig) -> NameMap:
     layer = [rule for place in range(SUBLAYERS) for rule in sublayer_rules(config, place)]
     names = decoder_name_map(config, [*layer, *moe_rules(MoEOptions(config))])
-    return NameMap(names.rules, 0, names.ignored | PREDICTION)
+    if not config.mtp_num_layers:
+        return NameMap(names.rules, 0, names.ignored | {"model.mtp.*"})
+    return NameMap([*names.rules, *_prediction_rules(config)], 0, names.ignored | REPEATED)
+
+
+def _prediction_rules(config: LongcatFlashConfig) -> list[Rule]:
+    ours, mlp = "mtp.layers.0.mtp_model_layer.", f"{PREDICTED}transformer_layer.mlp."
+    halves = (f"{mlp}gate_proj.weight", f"{mlp}up_proj.weight")
+    layer = [*norm_rules(PRE_NORMS), *deepseek.latent_rules(config)]
+    return [
+        *(Same(f"mtp.layers.0.{own}.weight", f"{name}.weight") for own, name in PREDICTION.items()),
+        *(Same(rule.ours.replace(OURS, ours), rule.sources[0].replace(THEIRS, PREDICTED)) for rule in layer),
+        Concatenate(f"{ours}mlp.linear_fc1.weight", halves),
+        Same(f"{ours}mlp.linear_fc2.weight", f"{mlp}down_proj.weight"),
+    ]
+
+
+def held(external: Mapping[str, Any], names: Iterable[str]) -> Mapping[str, Any]:
+    """With the layer of multi-token prediction where a file has its tensors, and without it where it has not."""
+    return {**external, COUNT: int(any(name.startswith("model.mtp.layers.") for name in names))}
 
 
 def sublayer_rules(config: LongcatFlashConfig, place: int) -> list[Rule]:
@@ -252,6 +280,7 @@ LONGCAT_FLASH = ConfigMap(
             for one in decoder_fields(tied=False, positions=131072, epsilon=1e-5)
         ),
         *(Field(one.theirs, one.ours, default=DEFAULTS.get(one.theirs, one.default)) for one in deepseek.FIELDS),
+        Field(COUNT, "mtp_num_layers", import_value=lambda count: int(count or 0), default=0),
     ),
     fixed=(
         SILU,
@@ -285,5 +314,6 @@ HUGGING_FACE = HuggingFaceFamily(
     model_types={KIND: LONGCAT_FLASH},
     name_map=name_map,
     copies=tied_output,
+    held=held,
     architectures={KIND: "LongcatFlashForCausalLM"},
 )

@@ -14,8 +14,9 @@ from torch import Tensor, nn
 from mt_core.nn.attention import AttentionPattern
 from mt_core.nn.build_context import ModelBuildContext
 from mt_core.nn.cache import Cache
-from mt_models.blocks.decoder import RotaryDecoder, attention_core
+from mt_models.blocks.decoder import attention_core
 from mt_models.blocks.latent_attention import LatentAttention
+from mt_models.blocks.predicting_decoder import PredictingDecoder
 from mt_models.blocks.rotary import RotaryAngles
 from mt_models.blocks.transformer import TransformerLayer
 from mt_models.longcat_flash.config import SUBLAYERS, LongcatFlashConfig
@@ -64,13 +65,18 @@ def build_sublayer(config: LongcatFlashConfig, context: ModelBuildContext, numbe
     return TransformerLayer(config, core, context.feed_forward("dense", config, number), ctx, attention)
 
 
-class LongcatFlashModel(RotaryDecoder):
-    """tokens [B, S] -> logits [B, S, vocab]"""
+class LongcatFlashModel(PredictingDecoder):
+    """tokens [B, S] -> logits [B, S, vocab]. A layer of multi-token prediction has one attention, and no experts."""
 
     config: LongcatFlashConfig
 
     def __init__(self, config: LongcatFlashConfig, context: ModelBuildContext) -> None:
-        super().__init__(config, context, lambda number: LongcatLayer(config, context, number))
+        super().__init__(
+            config,
+            context,
+            lambda number: LongcatLayer(config, context, number),
+            lambda depth: build_sublayer(config, context, config.num_layers + depth),
+        )
 
 
 def build_longcat_flash(config: LongcatFlashConfig, context: ModelBuildContext) -> LongcatFlashModel:
