@@ -153,7 +153,8 @@ class MarkRemover:
         keep = len(self._held)
         if not is_end:
             keep -= length_of_beginning(self._close, self._held)
-            keep = len(self._held[:keep].rstrip("\n"))
+        # Line breaks wait: behind the last text they are dropped.
+        keep = len(self._held[:keep].rstrip("\n"))
         found, self._held = self._held[:keep], self._held[keep:]
         return AnswerPart(content=found)
 
@@ -197,7 +198,7 @@ class Opening:
 
 def openings_of(form: CallForm) -> list[Opening]:
     """Those with the mark of the section are the first ones."""
-    sections = [form.section[:1], ()] if form.section else [()]
+    sections: list[tuple[str, ...]] = [form.section[:1], ()] if form.section else [()]
     follows = [(text,) for text in form.then] or [()]
     marks = (form.begin, *form.also)
     return [
@@ -371,11 +372,14 @@ class FrameDivider:
             return False
         else:
             self._body = ("content", "")
-        if self._body[0] in self._seen and self._body[0] != "call":
-            # Messages of one kind are paragraphs.
-            self._show(part, "\n\n", is_whole=False)
-        self._seen.add(self._body[0])
+        self._begin_paragraph(part, self._body[0])
         return True
+
+    def _begin_paragraph(self, part: AnswerPart, kind: BodyKind) -> None:
+        """Messages of one kind are paragraphs."""
+        if kind in self._seen and kind != "call":
+            self._show(part, "\n\n", is_whole=False)
+        self._seen.add(kind)
 
     def _show(self, part: AnswerPart, text: str, *, is_whole: bool) -> None:
         assert self._body is not None

@@ -12,7 +12,8 @@ from mt_infer.chat.reasoning import ReasoningMarks
 from mt_infer.chat.tool_calls.form import CallForm, Function
 from mt_infer.chat.tool_calls.grammar import SPACE, TEXT, GrammarWriter, SpecialId, either, no_special, quoted
 
-START = re.compile(r"(?m)^start(?=\s*(?:\[[^\]\n]*\])?\s*:)")
+START = re.compile(r"""("(?:\\.|[^"\\])*"|/(?:\\.|[^/\\\n])+/)|\bstart\b""")
+"""The rule `start` of a grammar, where it is no part of a text or of an expression."""
 
 
 @dataclass(frozen=True)
@@ -103,7 +104,7 @@ def behind_reasoning(constraint: Mapping[str, Any], beginning: AnswerBeginning) 
     writer = beginning.writer()
     expression = "answer_itself" if name == "grammar" else _expression(name, value)
     start = f"{beginning.thought(writer)} {expression}" if frame is None else frame.answer(writer, expression)
-    rules = f"\n{START.sub('answer_itself', value)}" if name == "grammar" else ""
+    rules = f"\n{START.sub(lambda found: found[1] or 'answer_itself', value)}" if name == "grammar" else ""
     return {name: None, "grammar": writer.grammar(start) + rules}
 
 

@@ -36,7 +36,7 @@ class GrammarWriter:
         known = next(
             (name for name, other in self._rules.items() if other == body and name.endswith("]") == lazy), None
         )
-        name = known or f"part{len(self._rules)}{suffix}"
+        name = known or f"answer_part{len(self._rules)}{suffix}"
         self._rules[name] = body
         return name.removesuffix("[lazy]")
 
