@@ -462,7 +462,7 @@ CONVERSION = (
     Mutation(
         "bytes of an export are not checked",
         f"{CKPT}/files/checksum_file.py",
-        "            if found != expected:\n",
+        "            if actual != expected:\n",
         "            if False:\n",
         ("tests/ckpt/test_ckpt_checksums.py", "-k", "changed_file_is_refused"),
     ),

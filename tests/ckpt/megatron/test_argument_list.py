@@ -14,7 +14,7 @@ from mt_ckpt.megatron.arguments import IGNORED, READ, REQUIRED, Arguments, reaso
 from mt_ckpt.megatron.families import model_section
 from mt_ckpt.megatron.reader import open_checkpoint
 from mt_ckpt.megatron.run_arguments import run_sections
-from mt_ckpt.megatron.target import plan
+from mt_ckpt.megatron.target import make_plan
 from mt_core.checkpoint_specs import ConvertOptions
 from mt_core.config.loading import config_from_dict
 from mt_core.errors import CheckpointError, ConfigError
@@ -73,7 +73,7 @@ class Recorded(dict[str, Any]):
 @pytest.mark.parametrize("model", MODELS)
 def test_no_argument_is_read_that_is_not_listed(model, host) -> None:
     source = RandomCheckpoint(MODELS[model], host)
-    made = plan(source, ConvertOptions(), host, "torch")
+    made = make_plan(source, ConvertOptions(), host, "torch")
     values = Recorded(dict(made.args))
     args = Arguments(values, Path("rank"))
     model_section(args, list(made.layouts), 101, host)

@@ -21,7 +21,7 @@ from tests.covering import covering
 from mt_ckpt.megatron.rank_files import namespace_attributes
 from mt_ckpt.megatron.rank_plan import in_order
 from mt_ckpt.megatron.save import part_entries, wanted_shapes
-from mt_ckpt.megatron.target import Plan, plan
+from mt_ckpt.megatron.target import Plan, make_plan
 from mt_ckpt.megatron.versions import HEAD, NEWEST, OLDEST, conventions, parse_version
 from mt_ckpt.megatron_dist.dist_plan import dist_plan
 from mt_ckpt.megatron_dist.flat_plan import FULLY_RESHARDABLE
@@ -105,7 +105,7 @@ def source_of(model: str, host: PluginHost) -> RandomCheckpoint:
 
 def planned(model: str, implementation: Any, version: str, ckpt_format: str, host: PluginHost) -> Plan:
     options = ConvertOptions(target_megatron_version=version, target_transformer_impl=implementation)
-    return plan(source_of(model, host), options, host, ckpt_format)
+    return make_plan(source_of(model, host), options, host, ckpt_format)
 
 
 @pytest.mark.parametrize(("model", "implementation", "version", "declared"), list(cases()))
@@ -185,7 +185,7 @@ def test_rotary_models_say_what_a_run_says_unless_it_said_otherwise(host) -> Non
     assert planned("llama", None, HEAD, "torch", host).args["add_position_embedding"] is True
     source = RandomCheckpoint(MODELS["llama"], host)
     source.metadata["megatron"] = {"args": {"add_position_embedding": False}}
-    assert plan(source, ConvertOptions(), host, "torch").args["add_position_embedding"] is False
+    assert make_plan(source, ConvertOptions(), host, "torch").args["add_position_embedding"] is False
 
 
 # -- files -------------------------------------------------------------------------------------------
@@ -252,7 +252,7 @@ def test_options_that_a_format_cannot_express_are_refused(saver, options, words,
 def test_a_mixer_of_several_ranks_before_its_sections_were_apart(host) -> None:
     """Written as one matrix by 0.8, in an order that depends on the ranks."""
     options = ConvertOptions(target_megatron_version="0.8", target_tensor_parallel_size=2)
-    made = plan(source_of("mamba", host), options, host, "torch_dist")
+    made = make_plan(source_of("mamba", host), options, host, "torch_dist")
     with pytest.raises(ConfigError, match=r"--target-megatron-version 0\.8: .* --target-tensor-parallel-size 1 only"):
         dist_plan(made, FULLY_RESHARDABLE)
 

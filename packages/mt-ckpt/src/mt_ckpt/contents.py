@@ -66,14 +66,14 @@ def open_any(path: Path, host: PluginHost, loader: str = AUTO) -> Opened:
 
     Raises CheckpointError for what is missing, damaged, or of no known format, and PluginError for an unknown name.
     """
-    found = resolve_run(path)
+    checkpoint = resolve_run(path)
     if loader != AUTO:
         spec = host[CHECKPOINT_LOADERS].get(loader, key="--loader")
-        return Opened(found, spec, open_with(spec, found, host))
-    reader = open_checkpoint(found, host)
+        return Opened(checkpoint, spec, open_with(spec, checkpoint, host))
+    reader = open_checkpoint(checkpoint, host)
     # `open_checkpoint` returns the reader alone: its format is found by the same question, put to the same loaders.
-    spec = next(spec for spec in host[CHECKPOINT_LOADERS] if spec.detect.load()(found))
-    return Opened(found, spec, reader)
+    spec = next(spec for spec in host[CHECKPOINT_LOADERS] if spec.detect.load()(checkpoint))
+    return Opened(checkpoint, spec, reader)
 
 
 def entries(reader: CheckpointReader) -> Iterator[Entry]:
@@ -88,8 +88,12 @@ def entries(reader: CheckpointReader) -> Iterator[Entry]:
 def _place(reader: CheckpointReader, name: str) -> str:
     """The file that holds a tensor; of one in pieces the first, and how many there are."""
     if isinstance(reader, OverBase):
-        own = name in reader.difference.shapes()
-        return _place(reader.difference, name) if own else f"{reader.base_path} {_place(reader.base, name)}".rstrip()
+        in_difference = name in reader.difference.shapes()
+        return (
+            _place(reader.difference, name)
+            if in_difference
+            else f"{reader.base_path} {_place(reader.base, name)}".rstrip()
+        )
     if not isinstance(reader, NativeReader):
         return ""
     first, *others = sorted({piece.shard for piece in reader.manifest.tensors[name].pieces})

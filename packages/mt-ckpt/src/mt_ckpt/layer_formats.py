@@ -69,14 +69,14 @@ def layer_formats(
     names = [name for name in shapes if name.startswith(MODEL)]
     if original is not None:
         _require_same_model(shapes, original.shapes(), names)
-    found: list[LayerFormat] = []
+    formats: list[LayerFormat] = []
     for name in names:
         error, largest = (None, None) if original is None else _errors(reader.read(name), original.read(name))
-        form, own = stored[name], name.removeprefix(MODEL)
-        made = (form.format, form.quantized, tuple(shapes[name]), form.num_bytes, error, largest)
-        found.append(LayerFormat(own, *made))
+        form, parameter = stored[name], name.removeprefix(MODEL)
+        fields = (form.format, form.quantized, tuple(shapes[name]), form.num_bytes, error, largest)
+        formats.append(LayerFormat(parameter, *fields))
         progress(name)
-    return found
+    return formats
 
 
 def _stored(reader: CheckpointReader) -> Mapping[str, StoredFormat]:
@@ -102,9 +102,9 @@ def _require_same_model(
             )
 
 
-def _errors(made: Tensor, original: Tensor) -> tuple[float, float]:
+def _errors(quantized: Tensor, original: Tensor) -> tuple[float, float]:
     squared, total, largest = 0.0, 0.0, 0.0
-    for ours, theirs in zip(made.reshape(-1).split(BLOCK), original.reshape(-1).split(BLOCK), strict=True):
+    for ours, theirs in zip(quantized.reshape(-1).split(BLOCK), original.reshape(-1).split(BLOCK), strict=True):
         exact = theirs.double()
         gap = ours.double() - exact
         squared, total = squared + gap.square().sum().item(), total + exact.square().sum().item()
@@ -112,10 +112,10 @@ def _errors(made: Tensor, original: Tensor) -> tuple[float, float]:
     return math.sqrt(squared / total) if total else math.sqrt(squared), largest
 
 
-def grouped(found: Iterable[LayerFormat]) -> list[FormatGroup]:
+def grouped(formats: Iterable[LayerFormat]) -> list[FormatGroup]:
     """Parameters of all layers together, where they are stored alike."""
     groups: dict[tuple[str, str], list[LayerFormat]] = {}
-    for entry in found:
+    for entry in formats:
         groups.setdefault((LAYER.sub("*", entry.name), entry.format), []).append(entry)
     return [_group(name, form, members) for (name, form), members in groups.items()]
 

@@ -55,13 +55,13 @@ def inspect(
     from mt_ckpt.contents import entries, open_any
 
     opened = open_any(path, load_plugins(), loader)
-    found = list(entries(opened.reader))
+    tensor_entries = list(entries(opened.reader))
     if as_json:
-        typer.echo(json.dumps(_contents(opened, found), indent=2, default=str))
+        typer.echo(json.dumps(_contents(opened, tensor_entries), indent=2, default=str))
         return
     console = Console(markup=False)  # names and values are shown as they are
     console.print(_summary(opened))
-    console.print(_tensor_table(found) if tensors else _group_table(found))
+    console.print(_tensor_table(tensor_entries) if tensors else _group_table(tensor_entries))
 
 
 @app.command()
@@ -72,15 +72,15 @@ def verify(path: AnyCheckpoint, loader: Loader = "auto") -> None:
     from mt_ckpt.locate import resolve_run
     from mt_ckpt.native.manifest import detect
 
-    found = resolve_run(path)
+    checkpoint = resolve_run(path)
     # From the strongest check to the weakest: checksums of every byte, checksums of a conversion, the tensors alone.
-    if loader in ("auto", "mt") and detect(found):
-        typer.echo(_verify_every_byte(found))
-        _verify_base(open_any(found, load_plugins(), loader))
-    elif (checksums := read_checksums(found)) is not None:
-        typer.echo(_verify_written_files(found, checksums, loader))
+    if loader in ("auto", "mt") and detect(checkpoint):
+        typer.echo(_verify_every_byte(checkpoint))
+        _verify_base(open_any(checkpoint, load_plugins(), loader))
+    elif (checksums := read_checksums(checkpoint)) is not None:
+        typer.echo(_verify_written_files(checkpoint, checksums, loader))
     else:
-        typer.echo(_verify_every_tensor(open_any(found, load_plugins(), loader)))
+        typer.echo(_verify_every_tensor(open_any(checkpoint, load_plugins(), loader)))
 
 
 def _verify_every_byte(checkpoint: Path) -> str:
@@ -165,15 +165,17 @@ def diff(
     names = [name for name in names if name.startswith("model.")] if model_only else names
     with _progress() as bar:
         task = bar.add_task("comparing", total=len(names))
-        found = list(differences(left, right, names, lambda name: bar.advance(task)))
+        differing = list(differences(left, right, names, lambda name: bar.advance(task)))
     if as_json:
-        typer.echo(json.dumps({"tensors": len(names), "differences": [asdict(one) for one in found]}, indent=2))
-        raise typer.Exit(int(bool(found)))
-    if not found:
+        typer.echo(json.dumps({"tensors": len(names), "differences": [asdict(entry) for entry in differing]}, indent=2))
+        raise typer.Exit(int(bool(differing)))
+    if not differing:
         typer.echo(f"the same: {len(names)} tensors")
         return
-    Console(markup=False).print(_difference_table(found, top))
-    typer.echo(f"{len(found)} of {len(names)} tensors differ" + (f"; {top} are shown" if len(found) > top else ""))
+    Console(markup=False).print(_difference_table(differing, top))
+    typer.echo(
+        f"{len(differing)} of {len(names)} tensors differ" + (f"; {top} are shown" if len(differing) > top else "")
+    )
     raise typer.Exit(1)
 
 
@@ -273,10 +275,10 @@ def _chosen(paths: list[Path], last: int | None) -> list[Path]:
         return paths
     if len(paths) != 1:
         raise ConfigError(f"--last {last} takes one run directory, got {len(paths)} paths")
-    found = checkpoints_of(paths[0], load_plugins())
-    if len(found) < last:
-        raise ConfigError(f"--last {last}: {paths[0]} has {len(found)} checkpoints")
-    return found[-last:]
+    checkpoints = checkpoints_of(paths[0], load_plugins())
+    if len(checkpoints) < last:
+        raise ConfigError(f"--last {last}: {paths[0]} has {len(checkpoints)} checkpoints")
+    return checkpoints[-last:]
 
 
 def _open_any(path: Path, loader: str) -> CheckpointReader:
@@ -292,10 +294,10 @@ def _progress() -> Progress:
     return Progress(console=console, transient=True, disable=not console.is_terminal)
 
 
-def _difference_table(found: list[Difference], top: int) -> Table:
+def _difference_table(differences: list[Difference], top: int) -> Table:
     """The largest first; what has no values to compare before that."""
     table = _new_table("tensor", "difference", "largest", "elements")
-    order = sorted(found, key=lambda entry: -(float("inf") if entry.largest is None else entry.largest))
+    order = sorted(differences, key=lambda entry: -(float("inf") if entry.largest is None else entry.largest))
     for entry in order[:top]:
         largest = "" if entry.largest is None else f"{entry.largest:.3g}"
         table.add_row(entry.name, entry.what, largest, f"{entry.count:,}" if entry.count else "")
@@ -327,7 +329,7 @@ def _facts(opened: Opened) -> Iterator[tuple[str, str]]:
         yield "file", f"{name} ({format_bytes(len(content))})"
 
 
-def _contents(opened: Opened, found: Iterable[Entry]) -> dict[str, Any]:
+def _contents(opened: Opened, entries: Iterable[Entry]) -> dict[str, Any]:
     from mt_ckpt.contents import files_of, iterations_beside, rank_layout
 
     return {
@@ -337,7 +339,7 @@ def _contents(opened: Opened, found: Iterable[Entry]) -> dict[str, Any]:
         "layout": rank_layout(opened.reader.metadata),
         "iterations": iterations_beside(opened.path),
         "metadata": dict(opened.reader.metadata),
-        "tensors": [asdict(entry) for entry in found],
+        "tensors": [asdict(entry) for entry in entries],
     }
 
 

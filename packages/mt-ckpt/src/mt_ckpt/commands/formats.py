@@ -29,21 +29,21 @@ def show_formats(path: Path, original: Path | None, loader: str, *, tensors: boo
     host = load_plugins()
     reader = open_any(path, host, loader).reader
     other = None if original is None else open_any(original, host).reader
-    found = layer_formats(reader, other)
+    formats = layer_formats(reader, other)
     if as_json:
-        typer.echo(json.dumps({"tensors": [_entry(entry) for entry in found], **_totals(found)}, indent=2))
+        typer.echo(json.dumps({"tensors": [_entry(entry) for entry in formats], **_totals(formats)}, indent=2))
         return
-    for line in _tensor_lines(found) if tensors else _group_lines(grouped(found)):
+    for line in _tensor_lines(formats) if tensors else _group_lines(grouped(formats)):
         typer.echo(line)
-    typer.echo(_summary(found))
+    typer.echo(_summary(formats))
 
 
 def _entry(entry: LayerFormat) -> dict[str, Any]:
     return {**asdict(entry), "bits_per_weight": round(entry.bits_per_weight, 4)}
 
 
-def _totals(found: Iterable[LayerFormat]) -> dict[str, Any]:
-    entries = list(found)
+def _totals(formats: Iterable[LayerFormat]) -> dict[str, Any]:
+    entries = list(formats)
     numel, num_bytes = sum(entry.numel for entry in entries), sum(entry.num_bytes for entry in entries)
     return {
         "num_parameters": numel,
@@ -53,17 +53,17 @@ def _totals(found: Iterable[LayerFormat]) -> dict[str, Any]:
     }
 
 
-def _summary(found: list[LayerFormat]) -> str:
-    totals = _totals(found)
+def _summary(formats: list[LayerFormat]) -> str:
+    totals = _totals(formats)
     number, share = totals["num_parameters"], totals["num_quantized_parameters"] / max(1, totals["num_parameters"])
     size, plain = format_bytes(totals["num_bytes"]), format_bytes(2 * number)
     bits = f"{totals['bits_per_weight']:.2f} bits a weight"
     return f"{number:,} parameters, {share:.1%} of them quantized; {size}, {bits}; with 16 bits it would be {plain}"
 
 
-def _tensor_lines(found: Iterable[LayerFormat]) -> list[str]:
+def _tensor_lines(formats: Iterable[LayerFormat]) -> list[str]:
     rows = [("parameter", "shape", "format", "bits", "bytes", "error", "largest")]
-    for entry in found:
+    for entry in formats:
         shape, largest = " x ".join(map(str, entry.shape)), entry.largest_error
         size, bits = format_bytes(entry.num_bytes), f"{entry.bits_per_weight:.2f}"
         last = "" if largest is None else f"{largest:.3g}"

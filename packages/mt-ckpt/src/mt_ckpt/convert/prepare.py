@@ -99,5 +99,5 @@ def upcycled(reader: CheckpointReader, options: ConvertOptions, host: PluginHost
     spec = host[FEED_FORWARDS].get("moe", asker="--upcycle-experts")
     assert spec.upcycle is not None
     experts, granularity = options.upcycle_experts, options.granularity
-    made: CheckpointReader = spec.upcycle.load()(reader, host, num_experts=experts, granularity=granularity)
-    return made
+    moe_reader: CheckpointReader = spec.upcycle.load()(reader, host, num_experts=experts, granularity=granularity)
+    return moe_reader

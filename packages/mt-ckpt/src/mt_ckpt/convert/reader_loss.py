@@ -114,20 +114,20 @@ def reader_loss(
     numel = sum(math.prod(shape) for name, shape in second.shapes().items() if name.startswith(MODEL))
     # A source that transformers reads has no rows of padding: its format does not tell them from others.
     before = before if judge.loss is None else judge.loss
-    found = ReaderLoss("Megatron" if counts else MT, before, after, more_rows, numel, judge.reader)
+    loss = ReaderLoss("Megatron" if counts else MT, before, after, more_rows, numel, judge.reader)
     # Rows whose logit is the mean of the others add at most their share to the sum of exp: log((ids + rows) / ids).
-    _require_alike(found, math.log1p(max(more_rows - rows, 0) / num_ids), fewer=more_rows < rows)
-    return found
+    _require_alike(loss, math.log1p(max(more_rows - rows, 0) / num_ids), fewer=more_rows < rows)
+    return loss
 
 
-def _require_alike(found: ReaderLoss, allowed: float, *, fewer: bool = False) -> None:
+def _require_alike(loss: ReaderLoss, allowed: float, *, fewer: bool = False) -> None:
     """allowed: difference that padding rows may cause. fewer: whether the target has fewer of them than the source."""
-    higher = found.target - found.source
+    higher = loss.target - loss.source
     # A lower loss is right only if rows of padding were dropped.
     if higher > allowed + TOLERANCE or (higher < -TOLERANCE and not fewer):
         raise CheckpointError(
-            f"written, but {found.reader} computes another loss from it: {found.target:.5f}, and the source has "
-            f"{found.source:.5f} as {found.source_reader} computes it; {found.num_padding_rows} rows of padding are in "
+            f"written, but {loss.reader} computes another loss from it: {loss.target:.5f}, and the source has "
+            f"{loss.source:.5f} as {loss.source_reader} computes it; {loss.num_padding_rows} rows of padding are in "
             "its softmax, see --vocab-padding"
         )
 
@@ -152,7 +152,7 @@ def loss_of(output: Any, inputs: Mapping[str, Tensor], vocab_size: int) -> float
     depends on every logit."""
     # transformers' name of the second is for a model with two heads (BERT).
     named = (getattr(output, name, None) for name in ("logits", "prediction_logits"))
-    logits = output if isinstance(output, Tensor) else next((found for found in named if found is not None), None)
+    logits = output if isinstance(output, Tensor) else next((value for value in named if value is not None), None)
     # The last input: of an encoder and decoder the decoder's ids, to which the logits belong.
     ids = list(inputs.values())[-1]
     if logits is None or tuple(logits.shape) != (*ids.shape, vocab_size):
@@ -186,11 +186,11 @@ def _judged_source(source: CheckpointReader, folder: Path | None, host: PluginHo
     if folder is None:
         return _Judge()
     try:
-        found = _loss_by_transformers(source, folder, host)
+        loss_and_numel = _loss_by_transformers(source, folder, host)
     except Exception as error:  # of another program: the loss is ours then, and the report says why
         reason = str(error).partition("\n")[0]
         return _Judge(f"{MT} (transformers does not read it: {type(error).__name__}: {reason:.200})")
-    return _Judge() if found is None else _Judge(TRANSFORMERS, found[0])
+    return _Judge() if loss_and_numel is None else _Judge(TRANSFORMERS, loss_and_numel[0])
 
 
 def _by_transformers(source: CheckpointReader, path: Path, host: PluginHost, judge: _Judge) -> ReaderLoss | None:
@@ -198,9 +198,9 @@ def _by_transformers(source: CheckpointReader, path: Path, host: PluginHost, jud
     after = None if before is None else _loss_by_transformers(source, path, host)
     if before is None or after is None:
         return None
-    found = ReaderLoss(TRANSFORMERS, before, after[0], 0, after[1], judge.reader)
-    _require_alike(found, 0.0)
-    return found
+    loss = ReaderLoss(TRANSFORMERS, before, after[0], 0, after[1], judge.reader)
+    _require_alike(loss, 0.0)
+    return loss
 
 
 def _loss_by_transformers(source: CheckpointReader, path: Path, host: PluginHost) -> tuple[float, int] | None:
@@ -254,14 +254,16 @@ def _transformers_model(path: Path, left_out: Callable[[str], bool]) -> tuple[nn
         model, about = kind.from_pretrained(path, dtype=torch.float32, output_loading_info=True, local_files_only=True)
     first, predicting = (getattr(config, key, 0) or 0 for key in ("num_hidden_layers", "num_nextn_predict_layers"))
     behind = tuple(f"model.layers.{number}." for number in range(first, first + predicting))
-    found = {what: set(about.get(what, ())) for what in ("missing_keys", "unexpected_keys", "mismatched_keys")}
-    found["unexpected_keys"] = {name for name in found["unexpected_keys"] if not name.startswith(behind)}
-    found["missing_keys"] = {name for name in found["missing_keys"] if not left_out(name)}
-    is_headless = HEAD in found["unexpected_keys"] and model.get_output_embeddings() is None
+    mismatches = {what: set(about.get(what, ())) for what in ("missing_keys", "unexpected_keys", "mismatched_keys")}
+    mismatches["unexpected_keys"] = {name for name in mismatches["unexpected_keys"] if not name.startswith(behind)}
+    mismatches["missing_keys"] = {name for name in mismatches["missing_keys"] if not left_out(name)}
+    is_headless = HEAD in mismatches["unexpected_keys"] and model.get_output_embeddings() is None
     if is_headless:
-        found["unexpected_keys"].remove(HEAD)
+        mismatches["unexpected_keys"].remove(HEAD)
     problems = [
-        f"{what.replace('_', ' ')} {', '.join(map(str, sorted(names)[:8]))}" for what, names in found.items() if names
+        f"{what.replace('_', ' ')} {', '.join(map(str, sorted(names)[:8]))}"
+        for what, names in mismatches.items()
+        if names
     ]
     if problems:
         raise CheckpointError(f"{path}: written, but transformers' {kind.__name__} has {'; '.join(problems)}")

@@ -89,8 +89,8 @@ class Source:
     def external(self, name: str, rule: Rule) -> Mapping[str, TensorInfo] | None:
         """What a rule makes of a tensor, where the source has it just so and need not put it together: name -> what it
         is in the source."""
-        found = getattr(self._reader, "external", None)
-        return None if found is None else found(name, rule)
+        external = getattr(self._reader, "external", None)
+        return None if external is None else external(name, rule)
 
     def read_external(self, name: str, source: str) -> Tensor:
         """One of the tensors that `external` has named for `name`. Raises what `read` raises."""

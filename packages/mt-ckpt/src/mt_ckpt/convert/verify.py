@@ -127,22 +127,22 @@ def _outputs(config: Config, reader: CheckpointReader, host: PluginHost) -> dict
     if inputs is None:
         return {}
     load_parameters(model.named_parameters(), reader, parameter_layouts(model), MODEL, ParallelContext())
-    found: dict[str, Tensor] = {}
+    outputs: dict[str, Tensor] = {}
     for name, module in model.named_modules():
         # Layers, top modules and the whole: the first difference in this order says where the models part.
         if name.count(".") == 0 or name.rpartition(".")[2].isdigit():
-            module.register_forward_hook(_recorder(name or "the model's output", found))
+            module.register_forward_hook(_recorder(name or "the model's output", outputs))
     with torch.no_grad():
         model(**inputs)
-    return found
+    return outputs
 
 
-def _recorder(name: str, found: dict[str, Tensor]) -> Any:
+def _recorder(name: str, outputs: dict[str, Tensor]) -> Any:
     def record(module: nn.Module, inputs: Any, output: Any) -> None:
         for i, tensor in enumerate(_tensors(output)):
             # The first call counts, of modules that are called several times (a shared layer). clone: a module may
             # write into its output later.
-            found.setdefault(f"{name}[{i}]" if i else name, tensor.detach().clone())
+            outputs.setdefault(f"{name}[{i}]" if i else name, tensor.detach().clone())
 
     return record
 
@@ -161,13 +161,13 @@ def _require_same_outputs(
     first: Mapping[str, Tensor], second: Mapping[str, Tensor], settings: Mapping[str, str]
 ) -> int:
     for name, expected in first.items():
-        found = second.get(name)
-        if found is None or found.shape != expected.shape:
+        output = second.get(name)
+        if output is None or output.shape != expected.shape:
             raise CheckpointError(
                 f"written, but another model: {name} is not there or of another shape{_why(settings)}"
             )
-        if not torch.equal(found, expected):
-            largest = (found - expected).abs().max().item()
+        if not torch.equal(output, expected):
+            largest = (output - expected).abs().max().item()
             raise CheckpointError(
                 f"written, but the models compute different things: the first output that differs is that of {name}, "
                 f"by {largest:g} at most{_why(settings)}"

@@ -57,10 +57,10 @@ def padded_tables(
     shapes: of the model's parameters. vocab_size: of its configuration, None for a model without a vocabulary.
     """
     stored = reader.shapes()
-    found = {name: tuple(stored[MODEL + name]) for name in shapes if MODEL + name in stored}
+    stored_shapes = {name: tuple(stored[MODEL + name]) for name in shapes if MODEL + name in stored}
     return {
         name: shape[0]
-        for name, shape in found.items()
+        for name, shape in stored_shapes.items()
         if vocab_size is not None
         and shapes[name][:1] == (vocab_size,)
         and shape[1:] == shapes[name][1:]

@@ -97,10 +97,10 @@ class _Section:
                 raise ConfigError(f"{self.file}: {self.name}.{key}={value!r} is not read from OLMo-core's models")
 
     def require_rms(self, epsilon: float) -> None:
-        kind, own = self.values.get("name", "default"), self.need("eps")
-        if kind not in RMS_NORMS or own != epsilon:
+        kind, eps = self.values.get("name", "default"), self.need("eps")
+        if kind not in RMS_NORMS or eps != epsilon:
             raise ConfigError(
-                f"{self.file}: {self.name} is {kind} with eps={own}; it can be {' or '.join(RMS_NORMS)} with "
+                f"{self.file}: {self.name} is {kind} with eps={eps}; it can be {' or '.join(RMS_NORMS)} with "
                 f"{epsilon}, as model.block.layer_norm"
             )
 
@@ -162,16 +162,16 @@ META_NAMES = {
 """What Meta calls the tensors from which params.json is completed."""
 
 
-def find_config(path: Path, folder: Path, given: Path | None) -> Path:
+def find_config(path: Path, folder: Path, config_file: Path | None) -> Path:
     """The file that says what the model is: the given one, or one in the checkpoint.
 
     path: the checkpoint as it was named. folder: the one with the index, maybe within it. Raises ConfigError when there
     is none.
     """
-    if given is not None:
-        if not given.is_file():
-            raise ConfigError(f"{FLAG} {given}: no such file")
-        return given
+    if config_file is not None:
+        if not config_file.is_file():
+            raise ConfigError(f"{FLAG} {config_file}: no such file")
+        return config_file
     # Both may be one folder; OLMo-core's config.json is in the outer one, its index in the inner.
     for place in dict.fromkeys((folder, path)):
         for name in (CONFIG, PARAMS):

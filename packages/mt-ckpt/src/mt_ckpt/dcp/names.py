@@ -113,5 +113,5 @@ def naming_of(keys: Iterable[str]) -> tuple[Naming, str] | None:
     """The program that wrote these keys, and what stands before its names; None: maybe Hugging Face's names."""
     present = set(keys)
     # The marks differ (tok_embeddings.weight, embeddings.weight), so that at most one program matches.
-    found = [(naming, prefix) for naming in NAMINGS for prefix in PREFIXES if prefix + naming.mark in present]
-    return found[0] if found else None
+    matches = [(naming, prefix) for naming in NAMINGS for prefix in PREFIXES if prefix + naming.mark in present]
+    return matches[0] if matches else None

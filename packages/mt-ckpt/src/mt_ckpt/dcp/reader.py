@@ -89,8 +89,8 @@ def _parts(stored: StoredTensors, external: Mapping[str, Any]) -> Iterator[tuple
             if len(info.shape) != 3:
                 raise CheckpointError(f"tensor {name} has shape {list(info.shape)}, not [experts, rows, columns]")
             for expert in range(info.shape[0]):
-                own = f"model.layers.{match[1]}.mlp.experts.{expert}.{EXPERT_NAMES[match[2]]}.weight"
-                yield own, _Part(info.shape[1:], name, partial(stored.read_first, name, expert))
+                expert_weight = f"model.layers.{match[1]}.mlp.experts.{expert}.{EXPERT_NAMES[match[2]]}.weight"
+                yield expert_weight, _Part(info.shape[1:], name, partial(stored.read_first, name, expert))
 
 
 def _of_attention(
@@ -144,11 +144,11 @@ def open_checkpoint(path: Path, host: PluginHost, config: Path | None = None) ->
     if known is None:
         return _with_their_names(path, index, file, host)
     naming, prefix = known
-    return _reader(path, _Found(file, index, prefix, naming), host)
+    return _reader(path, _Checkpoint(file, index, prefix, naming), host)
 
 
 @dataclass(frozen=True)
-class _Found:
+class _Checkpoint:
     """How a folder is understood: the file with the configuration, whose names the tensors have after which prefix.
 
     naming: None for Hugging Face's own names.
@@ -167,7 +167,7 @@ def _with_their_names(path: Path, index: Index, file: Path, host: PluginHost) ->
     for prefix in reversed(PREFIXES):
         if any(key.startswith(prefix) for key in index.tensors):
             try:
-                return _reader(path, _Found(file, index, prefix), host)
+                return _reader(path, _Checkpoint(file, index, prefix), host)
             except CheckpointError as error:
                 problems.append(error)
     raise CheckpointError(
@@ -176,19 +176,19 @@ def _with_their_names(path: Path, index: Index, file: Path, host: PluginHost) ->
     )
 
 
-def _reader(path: Path, found: _Found, host: PluginHost) -> HuggingFaceReader:
-    tensors, external = _tensors(found)
+def _reader(path: Path, checkpoint: _Checkpoint, host: PluginHost) -> HuggingFaceReader:
+    tensors, external = _tensors(checkpoint)
     family, config = identify(external, tensors.infos, host)
-    beside = found.config.parent
+    beside = checkpoint.config.parent
     files = read_tokenizer_files(beside, external)
     # torchtitan and OLMo-core name their folders step-N and stepN; the number is in no file that is read.
     step = STEP.fullmatch(path.name)
     metadata = {
         "iteration": int(step[1]) if step else 0,
         READ_FROM: {
-            "config": str(found.config),
-            "names": found.naming.program if found.naming else "Hugging Face",
-            "left_out": _left_out(found),
+            "config": str(checkpoint.config),
+            "names": checkpoint.naming.program if checkpoint.naming else "Hugging Face",
+            "left_out": _left_out(checkpoint),
         },
         "config": {
             "model": config.model.model_dump(mode="json"),
@@ -198,16 +198,16 @@ def _reader(path: Path, found: _Found, host: PluginHost) -> HuggingFaceReader:
     return HuggingFaceReader(tensors, family, config.model, metadata, files)
 
 
-def _tensors(found: _Found) -> tuple[ExternalTensors, dict[str, Any]]:
+def _tensors(checkpoint: _Checkpoint) -> tuple[ExternalTensors, dict[str, Any]]:
     """Under Hugging Face's names and in its order of rows, with what config.json says."""
-    stored, naming = _Prefixed(found.index, found.prefix), found.naming
+    stored, naming = _Prefixed(checkpoint.index, checkpoint.prefix), checkpoint.naming
     if naming is None:
-        return stored, external_config(found.config, stored.infos)
-    kind = model_type(found.config)
+        return stored, external_config(checkpoint.config, stored.infos)
+    kind = model_type(checkpoint.config)
     names = {naming.renamed(name, kind): name for name in _whole(stored, naming, kind)}
     # The configuration may depend on tensors (whether there is an LM head), so that names come first.
     renamed = Renamed(stored, names)
-    external = external_config(found.config, renamed.infos)
+    external = external_config(checkpoint.config, renamed.infos)
     tensors = WithParts(renamed, stored, external) if naming is TORCHTITAN else renamed
     if external["model_type"] in naming.halves_rotated:
         return tensors, external
@@ -227,10 +227,14 @@ def _whole(stored: _Prefixed, naming: Naming, kind: str | None) -> Iterator[str]
         yield name
 
 
-def _left_out(found: _Found) -> list[str]:
+def _left_out(checkpoint: _Checkpoint) -> list[str]:
     """What the folder holds beside the model, by the first parts of the keys."""
-    model = {key for key in found.index.tensors if key.startswith(found.prefix) and not _is_of_the_trainer(key)}
-    return sorted({key.partition(".")[0] for key in (*found.index.tensors, *found.index.objects) if key not in model})
+    model = {
+        key for key in checkpoint.index.tensors if key.startswith(checkpoint.prefix) and not _is_of_the_trainer(key)
+    }
+    return sorted(
+        {key.partition(".")[0] for key in (*checkpoint.index.tensors, *checkpoint.index.objects) if key not in model}
+    )
 
 
 class _Prefixed:

@@ -54,8 +54,8 @@ def read_range(file: Path, offset: int, target: memoryview) -> str:
                 hashed.append(executor.submit(hasher.update, block))
             offset, target = offset + len(block), target[len(block) :]
         # `target` belongs to the caller, who may change it after the return: all blocks have to be hashed by then.
-        for one in hashed:
-            one.result()
+        for future in hashed:
+            future.result()
     return hasher.hexdigest()
 
 
@@ -78,12 +78,12 @@ def checksum_range(file: Path, offset: int, length: int, progress: Callable[[int
 def check_size(file: Path, num_bytes: int) -> None:
     """Raises CheckpointError when `file` is missing or has another size."""
     try:
-        found = file.stat().st_size
+        size = file.stat().st_size
     except OSError as error:
         raise CheckpointError(f"{file}: missing or unreadable: {error.strerror or error}") from None
-    if found != num_bytes:
-        kind = "truncated" if found < num_bytes else "damaged"
-        raise CheckpointError(f"{file}: {kind}: {found} bytes instead of {num_bytes}")
+    if size != num_bytes:
+        kind = "truncated" if size < num_bytes else "damaged"
+        raise CheckpointError(f"{file}: {kind}: {size} bytes instead of {num_bytes}")
 
 
 def parse_json(file: Path, data: bytes) -> dict[str, Any]:

@@ -127,10 +127,10 @@ class WrittenFiles:
         """
         for begin, num_bytes, expected in self._parts_within(file, offset, offset + len(data)):
             if offset <= begin and begin + num_bytes <= offset + len(data):
-                found = checksum(data[begin - offset : begin - offset + num_bytes])
+                actual = checksum(data[begin - offset : begin - offset + num_bytes])
             else:
-                found = checksum_range(file, begin, num_bytes, _ignore)
-            if found != expected:
+                actual = checksum_range(file, begin, num_bytes, _ignore)
+            if actual != expected:
                 raise CheckpointError(
                     f"{file}: damaged: the bytes from {begin} to {begin + num_bytes} are not those that were written "
                     f"({CHECKSUMS}); {self._remedy}"
@@ -178,9 +178,9 @@ def _read(file: Path) -> dict[str, Parts]:
 
 
 def _files(file: Path, content: Mapping[str, object]) -> dict[str, Parts]:
-    found, files = (content.get("format"), content.get("version")), content.get("files")
-    if found != (FORMAT, VERSION) or content.get("checksum_algorithm") != ALGORITHM or not isinstance(files, dict):
-        raise CheckpointError(f"{file}: format {found[0]!r}, version {found[1]!r}; read is {FORMAT!r}, {VERSION}")
+    header, files = (content.get("format"), content.get("version")), content.get("files")
+    if header != (FORMAT, VERSION) or content.get("checksum_algorithm") != ALGORITHM or not isinstance(files, dict):
+        raise CheckpointError(f"{file}: format {header[0]!r}, version {header[1]!r}; read is {FORMAT!r}, {VERSION}")
     for name in files:
         place = PurePosixPath(name)
         if place.is_absolute() or ".." in place.parts:

@@ -310,10 +310,10 @@ def _header(tensors: Mapping[str, TensorInfo]) -> bytes:
 
 
 def _format_name(name: str, dtype: torch.dtype) -> str:
-    found = format_name(dtype)
-    if found is None:
+    dtype_name = format_name(dtype)
+    if dtype_name is None:
         raise CheckpointError(f"tensor {name}: dtype {dtype} cannot be stored in a safetensors file")
-    return found
+    return dtype_name
 
 
 def _read_header(file: Path, require: RequireWritten) -> tuple[dict[str, _Place], Mapping[str, str]]:

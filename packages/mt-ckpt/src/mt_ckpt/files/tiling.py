@@ -19,24 +19,24 @@ def tiles(shape: tuple[int, ...], slices: Sequence[TensorSlice]) -> bool:
     slices add up to the whole tensor just when their corners, with these signs, add up to its. That takes one pass,
     however irregular the slices are. False for slices that cut more than MAX_CUT_DIMS dimensions.
     """
-    if any(len(one.start) != len(shape) or len(one.shape) != len(shape) for one in slices):
+    if any(len(part.start) != len(shape) or len(part.shape) != len(shape) for part in slices):
         return False
     # Dimensions that no slice cuts are the same factor on both sides, and 2^d corners per slice are fewer without them.
-    cut = [d for d, size in enumerate(shape) if any((one.start[d], one.shape[d]) != (0, size) for one in slices)]
-    if len(cut) > MAX_CUT_DIMS or any(min((*one.start, *one.shape), default=0) < 0 for one in slices):
+    cut = [d for d, size in enumerate(shape) if any((part.start[d], part.shape[d]) != (0, size) for part in slices)]
+    if len(cut) > MAX_CUT_DIMS or any(min((*part.start, *part.shape), default=0) < 0 for part in slices):
         return False
     # Slices without elements tile a tensor without elements, wherever they begin.
-    if 0 in shape and all(0 in one.shape for one in slices):
+    if 0 in shape and all(0 in part.shape for part in slices):
         return True
-    found: Counter[tuple[int, ...]] = Counter()
-    for one in slices:
-        _add_corners(found, [one.start[d] for d in cut], [one.shape[d] for d in cut])
+    corners: Counter[tuple[int, ...]] = Counter()
+    for part in slices:
+        _add_corners(corners, [part.start[d] for d in cut], [part.shape[d] for d in cut])
     whole: Counter[tuple[int, ...]] = Counter()
     _add_corners(whole, [0] * len(cut), [shape[d] for d in cut])
     # One dimension, slices [0, 2) and [2, 4) of 4: +1 at 0, -1 at 2, +1 at 2, -1 at 4. The corners at 2 cancel; those
     # of the whole, +1 at 0 and -1 at 4, are left.
-    found.subtract(whole)
-    return not any(found.values())
+    corners.subtract(whole)
+    return not any(corners.values())
 
 
 def _add_corners(corners: Counter[tuple[int, ...]], offsets: Sequence[int], sizes: Sequence[int]) -> None:

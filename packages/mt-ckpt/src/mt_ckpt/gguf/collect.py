@@ -81,37 +81,37 @@ def _chunks(ids: Sequence[int], size: int, text: Path) -> list[Sequence[int]]:
 @contextmanager
 def _recorded(model: nn.Module) -> Iterator[dict[str, Sums]]:
     """Module -> sums of its inputs, of all modules that multiply by a matrix or by one for each expert."""
-    found: dict[str, Sums] = {}
+    sums: dict[str, Sums] = {}
     hooks = []
     for name, module in model.named_modules():
         weight = getattr(module, "weight", None)
         if isinstance(weight, Tensor) and weight.ndim in (2, 3) and not name.startswith("embedding"):
-            hooks.append(module.register_forward_pre_hook(_recorder(name, found), with_kwargs=True))
+            hooks.append(module.register_forward_pre_hook(_recorder(name, sums), with_kwargs=True))
     try:
-        yield found
+        yield sums
     finally:
         for hook in hooks:
             hook.remove()
 
 
-def _recorder(name: str, found: dict[str, Sums]) -> Callable[..., None]:
+def _recorder(name: str, sums: dict[str, Sums]) -> Callable[..., None]:
     def record(module: nn.Module, inputs: tuple[Any, ...], keywords: Mapping[str, Any]) -> None:
         x, weight = inputs[0], module.weight
         assert isinstance(weight, Tensor)
         if not (isinstance(x, Tensor) and x.is_floating_point() and x.shape[-1] == weight.shape[-1]):
             return
         experts = weight.shape[0] if weight.ndim == 3 else 1
-        if name not in found:
-            found[name] = Sums(np.zeros((experts, weight.shape[-1])), np.zeros(experts))
+        if name not in sums:
+            sums[name] = Sums(np.zeros((experts, weight.shape[-1])), np.zeros(experts))
         if weight.ndim == 2:
-            _add(found[name], x.reshape(-1, x.shape[-1]), None)
+            _add(sums[name], x.reshape(-1, x.shape[-1]), None)
             return
         # Rows of experts: permuted already, or tokens that the product permutes.
         order = keywords.get("read")
         rows = x if order is None else order.permute(x)
         groups = inputs[1]
         present = groups.present(len(rows))
-        _add(found[name], rows[present], groups.numbers(len(rows))[present])
+        _add(sums[name], rows[present], groups.numbers(len(rows))[present])
 
     return record
 
@@ -130,12 +130,12 @@ def _add(sums: Sums, rows: Tensor, experts: Tensor | None) -> None:
 def _named(recorded: Mapping[str, Sums], source: CheckpointReader, model: Any, host: PluginHost) -> dict[str, Sums]:
     """Under the names of the file; queries, keys and values have one input. Layers only, as llama.cpp collects it."""
     outputs = Outputs(source, family_to_write(model.family, host), model)  # type: ignore[arg-type]
-    found = {}
+    sums = {}
     for name, info in outputs.infos.items():
         entry = recorded.get(outputs.made_of(name).removesuffix(".weight"))
         if entry is None or not re.fullmatch(r"blk\..*\.weight", name):
             continue
         # Matrices that are stored transposed have other columns.
         if len(info.shape) >= 2 and info.shape[-1] == entry.squares.shape[-1]:
-            found[name] = entry
-    return found
+            sums[name] = entry
+    return sums

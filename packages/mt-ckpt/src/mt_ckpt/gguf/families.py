@@ -73,8 +73,8 @@ def family_to_write(name: str, host: PluginHost) -> GGUFFamilyLike:
     if FORMAT not in spec.name_maps:
         able = ", ".join(sorted(other.name for other in host[MODELS] if FORMAT in other.name_maps))
         raise ConfigError(f"model.family={name} cannot be written as GGUF; these can: {able}")
-    found: GGUFFamilyLike = spec.name_maps[FORMAT].load()
-    return found
+    family: GGUFFamilyLike = spec.name_maps[FORMAT].load()
+    return family
 
 
 def family_of_file(metadata: ArchitectureMetadata, host: PluginHost) -> tuple[GGUFFamilyLike, Architecture]:

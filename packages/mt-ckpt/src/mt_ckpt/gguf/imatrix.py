@@ -42,22 +42,22 @@ def read_imatrix(file: Path) -> dict[str, np.ndarray]:
             is_gguf = stream.read(4) == MAGIC
             if not is_gguf:
                 stream.seek(0)
-                found = _read_legacy(stream, file)
+                importance = _read_legacy(stream, file)
     except OSError as error:
         raise CheckpointError(f"{file}: cannot be read: {error.strerror}") from error
     if is_gguf:
-        found = _read_gguf(GGUFFile(file))
-    for name, values in found.items():
+        importance = _read_gguf(GGUFFile(file))
+    for name, values in importance.items():
         if not (np.isfinite(values).all() and (values >= 0).all()):
             raise CheckpointError(f"{file}: the importance of {name} has negative or infinite values")
-    return found
+    return importance
 
 
 def _read_gguf(file: GGUFFile) -> dict[str, np.ndarray]:
     names = [name.removesuffix(SUMS) for name in file.tensors if name.endswith(SUMS)]
     if not names or any(name + COUNTS not in file.tensors for name in names):
         raise CheckpointError(f"{file.file}: no importance matrix: tensors NAME{SUMS} and NAME{COUNTS} are missing")
-    found = {}
+    importance = {}
     for name in names:
         squares, counts = file.read(name + SUMS).numpy(), file.read(name + COUNTS).numpy().reshape(-1)
         squares = squares.reshape(-1, squares.shape[-1])
@@ -65,8 +65,8 @@ def _read_gguf(file: GGUFFile) -> dict[str, np.ndarray]:
             raise CheckpointError(
                 f"{file.file}: {name} has sums of {len(squares)} and counts of {len(counts)} matrices"
             )
-        found[name] = Sums(squares, counts).mean()
-    return found
+        importance[name] = Sums(squares, counts).mean()
+    return importance
 
 
 def _read_legacy(stream: BinaryIO, file: Path) -> dict[str, np.ndarray]:
@@ -80,15 +80,15 @@ def _read_legacy(stream: BinaryIO, file: Path) -> dict[str, np.ndarray]:
             raise CheckpointError(f"{file}: no importance matrix, or damaged at byte {stream.tell()}")
         return int(value)
 
-    found = {}
+    importance = {}
     for _ in range(number(MAX_ENTRIES)):
         name = stream.read(number(MAX_NAME)).decode("utf-8", errors="replace")
         calls, count = number(1 << 30), number(size // 4)
         data = stream.read(4 * count)
         if len(data) != 4 * count or not calls or not count:
             raise CheckpointError(f"{file}: no importance matrix, or damaged at {name!r}")
-        found[name] = (np.frombuffer(data, "<f4") / np.float32(calls))[None]
-    return found
+        importance[name] = (np.frombuffer(data, "<f4") / np.float32(calls))[None]
+    return importance
 
 
 def write_imatrix(file: Path, sums: Mapping[str, Sums], datasets: Sequence[str], chunks: int, chunk_size: int) -> None:

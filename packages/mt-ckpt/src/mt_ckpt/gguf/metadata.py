@@ -23,20 +23,20 @@ NAMES: Mapping[type, str] = {int: "integer", float: "number", str: "text", bool:
 
 def value_of(values: Mapping[str, Any], key: str, kind: type[T]) -> T | None:
     """None: the file does not have the key. Raises CheckpointError for a value of another type."""
-    found = values.get(key)
-    if found is not None and not _is_of(found, kind):
-        raise CheckpointError(f"{key} is {reprlib.repr(found)}; read is one {NAMES[kind]}")
-    return found
+    value = values.get(key)
+    if value is not None and not _is_of(value, kind):
+        raise CheckpointError(f"{key} is {reprlib.repr(value)}; read is one {NAMES[kind]}")
+    return value
 
 
 def list_of(values: Mapping[str, Any], key: str, kind: type[T]) -> list[T]:
     """[]: the file does not have the key. Raises CheckpointError for a value of another type."""
-    found = values.get(key)
-    if found is None:
+    entries = values.get(key)
+    if entries is None:
         return []
-    if not isinstance(found, list) or not all(_is_of(entry, kind) for entry in found):
-        raise CheckpointError(f"{key} is {reprlib.repr(found)}; read is a list, each entry one {NAMES[kind]}")
-    return found
+    if not isinstance(entries, list) or not all(_is_of(entry, kind) for entry in entries):
+        raise CheckpointError(f"{key} is {reprlib.repr(entries)}; read is a list, each entry one {NAMES[kind]}")
+    return entries
 
 
 def _is_of(value: Any, kind: type) -> bool:
@@ -80,10 +80,10 @@ class ArchitectureMetadata:
 
     def flags(self, key: str) -> list[bool]:
         """One for each layer. Raises CheckpointError where the file has another number of them."""
-        found, layers = list_of(self._file.metadata, f"{self.architecture}.{key}", bool), self.need("block_count", int)
-        if len(found) != layers:
-            raise CheckpointError(f"{self.architecture}.{key} has {len(found)} entries for {layers} layers")
-        return found
+        flags, layers = list_of(self._file.metadata, f"{self.architecture}.{key}", bool), self.need("block_count", int)
+        if len(flags) != layers:
+            raise CheckpointError(f"{self.architecture}.{key} has {len(flags)} entries for {layers} layers")
+        return flags
 
     def has_tensor(self, name: str) -> bool:
         return name in self._file.tensors

@@ -78,8 +78,8 @@ def types_of(infos: Mapping[str, TensorInfo], mixture: str | None, model: Model)
 
 
 def _layer(name: str) -> int:
-    found = re.match(r"(?:enc\.|dec\.)?blk\.(\d+)\.", name)
-    return int(found[1]) if found else 0
+    match = re.match(r"(?:enc\.|dec\.)?blk\.(\d+)\.", name)
+    return int(match[1]) if match else 0
 
 
 def _type_of(

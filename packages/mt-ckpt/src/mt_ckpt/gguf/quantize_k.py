@@ -82,13 +82,13 @@ def _weights(x: np.ndarray, sub: np.ndarray, importance: np.ndarray | None) -> n
 
 def _scales_by_largest(fit: AffineFit) -> tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray]:
     """The largest scale of a block gets the code 63, and so does the largest minimum."""
-    found = []
+    quantized = []
     for values in (fit.scale.reshape(-1, 8), fit.minimum.reshape(-1, 8)):
         high = np.maximum(values.max(axis=1), F(0))
         inverse = np.where(high > 0, F(63) / high, F(0))
         codes = np.rint(inverse[:, None] * values).astype(np.int32).astype(np.uint8)
-        found.append((high / F(63), np.minimum(codes, 63).astype(F)))
-    (d, scales), (dmin, minima) = found
+        quantized.append((high / F(63), np.minimum(codes, 63).astype(F)))
+    (d, scales), (dmin, minima) = quantized
     return d, dmin, scales, minima
 
 

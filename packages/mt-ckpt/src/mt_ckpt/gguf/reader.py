@@ -48,11 +48,11 @@ def open_checkpoint(path: Path, host: PluginHost) -> HuggingFaceReader:
 
 def read_external(metadata: ArchitectureMetadata, architecture: Architecture) -> dict[str, Any]:
     """The contents of a config.json."""
-    found: dict[str, Any] = {"model_type": architecture.model_type}
+    config: dict[str, Any] = {"model_type": architecture.model_type}
     for key in architecture.keys:
         value = metadata.get(key.theirs, key.kind) if key.default is not None else _needed(metadata, key)
-        found[key.ours] = key.default if value is None else value
-    return {**found, **architecture.read(metadata)}
+        config[key.ours] = key.default if value is None else value
+    return {**config, **architecture.read(metadata)}
 
 
 def _needed(metadata: ArchitectureMetadata, key: Any) -> Any:

@@ -53,8 +53,8 @@ def _model(data: bytes) -> SentencePieceModel:
 
 
 def _piece(data: bytes) -> Piece:
-    found = dict(_fields(data))
-    return Piece(found[1].decode(), struct.unpack("<f", found.get(2, b"\0\0\0\0"))[0], int(found.get(3, 1)))
+    fields = dict(_fields(data))
+    return Piece(fields[1].decode(), struct.unpack("<f", fields.get(2, b"\0\0\0\0"))[0], int(fields.get(3, 1)))
 
 
 def _fields(data: bytes) -> Iterator[tuple[int, Any]]:

@@ -38,8 +38,8 @@ def file_at(path: Path) -> Path | None:
     if path.is_file():
         return first_part(path) if path.suffix == ".gguf" else None
     # Of several models nothing says which is meant (one that is quantized in several ways).
-    found = {first_part(file) for file in path.glob("*.gguf")}
-    return found.pop() if len(found) == 1 else None
+    first_parts = {first_part(file) for file in path.glob("*.gguf")}
+    return first_parts.pop() if len(first_parts) == 1 else None
 
 
 def first_part(file: Path) -> Path:

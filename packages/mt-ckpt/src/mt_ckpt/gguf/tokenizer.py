@@ -113,9 +113,9 @@ def _further_templates(values: Mapping[str, Any]) -> dict[str, bytes]:
 
 
 def _role_ids(values: Mapping[str, Any], size: int) -> dict[str, int]:
-    given = {role: value_of(values, f"tokenizer.ggml.{name}_token_id", int) for role, name in ROLES.items()}
+    ids = {role: value_of(values, f"tokenizer.ggml.{name}_token_id", int) for role, name in ROLES.items()}
     # An id beyond the vocabulary names no token.
-    return {role: number for role, number in given.items() if number is not None and 0 <= number < size}
+    return {role: number for role, number in ids.items() if number is not None and 0 <= number < size}
 
 
 def _defaults_of_generation(roles: Mapping[str, int]) -> dict[str, bytes]:

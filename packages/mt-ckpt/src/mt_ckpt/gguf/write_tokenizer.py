@@ -41,8 +41,8 @@ def _json(files: Mapping[str, bytes], name: str) -> dict[str, Any]:
 
 
 def _vocabulary(content: Mapping[str, Any], files: Mapping[str, bytes], vocab_size: int) -> dict[str, Any] | None:
-    if "tokenizer.model" in files and (found := _sentencepiece(files["tokenizer.model"], content, vocab_size)):
-        return found
+    if "tokenizer.model" in files and (vocabulary := _sentencepiece(files["tokenizer.model"], content, vocab_size)):
+        return vocabulary
     model = content.get("model") or {}
     if model.get("type") != "BPE":
         return None
@@ -148,7 +148,7 @@ def _roles(settings: Mapping[str, Any], files: Mapping[str, bytes], tokens: Sequ
     ids = {token: number for number, token in reversed(list(enumerate(tokens)))}
     generation = _json(files, GENERATION)
     named = {**_json(files, "special_tokens_map.json"), **settings}
-    found = {}
+    role_ids = {}
     for role, name in ROLES.items():
         token = named.get(f"{role}_token")
         token = token.get("content") if isinstance(token, Mapping) else token
@@ -156,8 +156,8 @@ def _roles(settings: Mapping[str, Any], files: Mapping[str, bytes], tokens: Sequ
         # A model may have several ends; the first is that of a turn.
         number = number[0] if isinstance(number, list) and number else number
         if isinstance(number, int) and 0 <= number < len(tokens):
-            found[f"tokenizer.ggml.{name}_token_id"] = number
-    return found
+            role_ids[f"tokenizer.ggml.{name}_token_id"] = number
+    return role_ids
 
 
 def _adds(content: Mapping[str, Any], settings: Mapping[str, Any]) -> dict[str, bool]:
@@ -176,16 +176,16 @@ def _adds(content: Mapping[str, Any], settings: Mapping[str, Any]) -> dict[str, 
 
 
 def _templates(files: Mapping[str, bytes], settings: Mapping[str, Any]) -> dict[str, Any]:
-    found: dict[str, Any] = {}
+    templates: dict[str, Any] = {}
     default: Any = settings.get("chat_template")
     if isinstance(default, list):  # older files have all of them here
         named = {entry.get("name"): entry.get("template") for entry in default if isinstance(entry, Mapping)}
         default = named.pop("default", None)
-        found |= {f"tokenizer.chat_template.{name}": text for name, text in named.items()}
+        templates |= {f"tokenizer.chat_template.{name}": text for name, text in named.items()}
     for name in (CHAT_TEMPLATE, TRAINED_TEMPLATE):
         default = files[name].decode() if name in files else default
     if isinstance(default, str):
-        found["tokenizer.chat_template"] = default
+        templates["tokenizer.chat_template"] = default
     prefix = f"{MORE_TEMPLATES}/"
     more = {
         name.removeprefix(prefix).removesuffix(".jinja"): data
@@ -193,6 +193,6 @@ def _templates(files: Mapping[str, bytes], settings: Mapping[str, Any]) -> dict[
         if name.startswith(prefix)
     }
     if more:
-        found["tokenizer.chat_templates"] = sorted(more)
-        found |= {f"tokenizer.chat_template.{name}": data.decode() for name, data in more.items()}
-    return found
+        templates["tokenizer.chat_templates"] = sorted(more)
+        templates |= {f"tokenizer.chat_template.{name}": data.decode() for name, data in more.items()}
+    return templates

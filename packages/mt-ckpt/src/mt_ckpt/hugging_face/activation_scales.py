@@ -22,13 +22,13 @@ class ActivationScales:
 
     def of_inputs(self, name: str) -> float | None:
         """By which inputs are divided for FP8: the largest of what the weight is made of. None: one has no scale."""
-        found: list[float] = []
+        all_scales: list[float] = []
         for module in self._modules(name):
             scales = self._named(f"{module}.{scale}" for scale in INPUTS)
             if not scales:
                 return None
-            found += scales
-        return max(found, default=None)
+            all_scales += scales
+        return max(all_scales, default=None)
 
     def of_cache(self, name: str) -> float | None:
         """The same of the keys and values that a weight makes."""

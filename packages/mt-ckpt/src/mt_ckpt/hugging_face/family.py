@@ -166,7 +166,7 @@ def _fitting(
     if isinstance(reasons.get(named or ""), ConfigError):
         raise reasons[named or ""]
     if fitting:
-        chosen = next((found for found in fitting if _architectures(*found) == meant), fitting[0])
+        chosen = next((candidate for candidate in fitting if _architectures(*candidate) == meant), fitting[0])
         if named in reasons and _leaves_out(*chosen, names):
             raise reasons[named or ""]  # else a damaged tower would be left out without a word
         return chosen

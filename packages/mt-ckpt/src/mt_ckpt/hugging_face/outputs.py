@@ -29,8 +29,8 @@ class Outputs:
         rules = self._rules = {rule.ours: rule for rule in names.rules}
         shapes, dtypes = source.shapes(), source.dtypes()
         for rule in [rules[name] for name in ours]:  # layer after layer, as the source has them
-            given = TensorInfo(tuple(shapes[MODEL + rule.ours]), dtypes[MODEL + rule.ours])
-            for name, info in _parts(rule, given):
+            tensor_info = TensorInfo(tuple(shapes[MODEL + rule.ours]), dtypes[MODEL + rule.ours])
+            for name, info in _parts(rule, tensor_info):
                 infos[name], self._made_of[name] = info, rule.ours
         self.infos: Mapping[str, TensorInfo] = infos
 
@@ -58,8 +58,8 @@ class Outputs:
         # Sources of conversions have it; a model in memory has not.
         external = getattr(self._source, "external", None)
         rule = self._rules[self.made_of(name)]
-        found = None if external is None else external(MODEL + rule.ours, rule)
-        return found is not None and found[name].shape == self.infos[name].shape
+        stored = None if external is None else external(MODEL + rule.ours, rule)
+        return stored is not None and stored[name].shape == self.infos[name].shape
 
     def parts_of(self, ours: str) -> Mapping[str, Tensor]:
         """All external tensors that are made of a canonical one."""
@@ -77,6 +77,6 @@ class Outputs:
         return isinstance(rule, Transpose) or bool(getattr(rule, "transposed", False))
 
 
-def _parts(rule: Rule, given: TensorInfo) -> Iterator[tuple[str, TensorInfo]]:
+def _parts(rule: Rule, info: TensorInfo) -> Iterator[tuple[str, TensorInfo]]:
     # Shapes by carrying out the rule on meta tensors: no second description of what a rule does.
-    return zip(rule.sources, infer(lambda tensors: rule.export_value(tensors[0]), [given]), strict=True)
+    return zip(rule.sources, infer(lambda tensors: rule.export_value(tensors[0]), [info]), strict=True)

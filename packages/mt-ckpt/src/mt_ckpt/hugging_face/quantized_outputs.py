@@ -191,8 +191,8 @@ class Mxfp4Experts:
             if self._weight_of[name] != weight:
                 parts = {}  # before the next is read
                 weight = self._weight_of[name]
-                found = self._outputs.parts_of(self._outputs.made_of(weight))[weight]
-                parts = {weight: found} if name == weight else encoded_experts(weight, found)
+                matrices = self._outputs.parts_of(self._outputs.made_of(weight))[weight]
+                parts = {weight: matrices} if name == weight else encoded_experts(weight, matrices)
             yield parts[name]
 
 
@@ -211,15 +211,15 @@ def _expert_parts(name: str, info: TensorInfo) -> dict[str, TensorInfo]:
 
 def encoded_experts(name: str, matrices: Tensor) -> dict[str, Tensor]:
     """matrices: [E, in, out]"""
-    made = {
+    encoded = {
         part: torch.empty(info.shape, dtype=info.dtype) for part, info in _expert_parts(name, _info(matrices)).items()
     }
     quantizer = MxQuantizer(MXFP4_EXPERTS, 4)
     for expert, matrix in enumerate(matrices):  # what is made on the way is one expert's
         parts = encode(quantizer, matrix.t().contiguous())
-        made[name + BLOCKS][expert].copy_(parts[PACKED].view_as(made[name + BLOCKS][expert]))
-        made[name + SCALES][expert].copy_(parts[SCALE])
-    return made
+        encoded[name + BLOCKS][expert].copy_(parts[PACKED].view_as(encoded[name + BLOCKS][expert]))
+        encoded[name + SCALES][expert].copy_(parts[SCALE])
+    return encoded
 
 
 def _info(tensor: Tensor) -> TensorInfo:

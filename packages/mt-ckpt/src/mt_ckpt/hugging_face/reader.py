@@ -138,10 +138,10 @@ class HuggingFaceReader:
 
     def external(self, name: str, rule: Rule) -> Mapping[str, TensorInfo] | None:
         """What `rule` makes of a canonical tensor, where the files have it just so; None: they have another form."""
-        own = self._rules.get(name)
-        if own is None or replace(own, others=()) != replace(rule, others=(), ours=own.ours):
+        file_rule = self._rules.get(name)
+        if file_rule is None or replace(file_rule, others=()) != replace(rule, others=(), ours=file_rule.ours):
             return None
-        return {source: self._info(source) for source in own.sources}
+        return {source: self._info(source) for source in file_rule.sources}
 
     def read_external(self, source: str) -> Tensor:
         """A tensor that `external` has named. Raises what `read` raises."""
@@ -171,10 +171,10 @@ class HuggingFaceReader:
         rule, tensors = self._rules[name], self._tensors
         if not isinstance(tensors, DequantizedTensors):
             return rule, dict.fromkeys(rule.sources)
-        found = {source: tensors.weights.get(self._stored[source]) for source in rule.sources}
+        weights = {source: tensors.weights.get(self._stored[source]) for source in rule.sources}
         return rule, {
             source: None if weight is None else StoredWeight(weight, partial(tensors.read_parts, weight))
-            for source, weight in found.items()
+            for source, weight in weights.items()
         }
 
     def _info(self, source: str) -> TensorInfo:
@@ -224,22 +224,22 @@ def _by_spelling(tensors: ExternalTensors, family: Family, model: Any) -> dict[s
 
 def _present_copies(copies: Mapping[str, str], stored: Mapping[str, str]) -> dict[str, list[str]]:
     """Original -> its copies that are stored beside it."""
-    found: dict[str, list[str]] = {}
+    present: dict[str, list[str]] = {}
     for copy, original in copies.items():
         if copy in stored and stored[copy] != stored.get(original):
-            found.setdefault(original, []).append(copy)
-    return found
+            present.setdefault(original, []).append(copy)
+    return present
 
 
 def _carried_out(name: str, rule: Rule, info_of: Callable[[str], TensorInfo]) -> TensorInfo:
-    given = [info_of(source) for source in rule.sources]
+    inputs = [info_of(source) for source in rule.sources]
     try:
         # Shapes that do not fit make the rule itself fail, as they would on reading.
-        (made,) = infer(lambda tensors: [rule.import_value(tensors)], given)
+        (output,) = infer(lambda tensors: [rule.import_value(tensors)], inputs)
     except (RuntimeError, ValueError, IndexError) as error:
-        shapes = ", ".join(f"{source} {list(info.shape)}" for source, info in zip(rule.sources, given, strict=True))
+        shapes = ", ".join(f"{source} {list(info.shape)}" for source, info in zip(rule.sources, inputs, strict=True))
         raise CheckpointError(f"{shapes}: these shapes do not make {name} of this configuration: {error}") from None
-    return made
+    return output
 
 
 # -- the directory ----------------------------------------------------------------------------------

@@ -62,13 +62,13 @@ def save_folder(
 
     Raises what that raises.
     """
-    made = _plan(source, options, host, calibrated)
-    shards = made.files.files
+    plan = _plan(source, options, host, calibrated)
+    shards = plan.files.files
     # Made before a tensor is written, so that what the format cannot hold is refused at once.
-    small = {**(beside or {}), **made.preprocessor, **_small_files(source, made.config, made.tensors, shards, host)}
+    small = {**(beside or {}), **plan.preprocessor, **_small_files(source, plan.config, plan.tensors, shards, host)}
     key = work_key("hf", getattr(source, "identity", None), {name: list(shard) for name, shard in shards.items()})
     with closing(output_folder(path, key if hasattr(source, "identity") else None)) as folder:
-        write_files(folder, made.files, source)
+        write_files(folder, plan.files, source)
         for name, data in small.items():
             folder.write_small(name, data)
         folder.commit({*shards, *small})

@@ -59,8 +59,8 @@ def infer(function: Callable[[list[Tensor]], Sequence[Tensor]], inputs: Sequence
     """Shapes and dtypes of what `function` makes of tensors of the given ones. Raises what torch raises."""
     empty = [torch.empty(info.shape, dtype=info.dtype, device="meta") for info in inputs]
     with _LightJoining():
-        made = function(empty)
-    return [TensorInfo(tuple(tensor.shape), tensor.dtype) for tensor in made]
+        outputs = function(empty)
+    return [TensorInfo(tuple(tensor.shape), tensor.dtype) for tensor in outputs]
 
 
 class _LightJoining(TorchFunctionMode):
@@ -95,5 +95,5 @@ def _stacked(tensors: Sequence[Tensor], dim: int = 0) -> Tensor:
 
 def _require_same(kinds: Iterable[tuple[Any, ...]]) -> None:
     """Raises RuntimeError, as torch does, for tensors that cannot be joined."""
-    if len(found := set(kinds)) > 1:
-        raise RuntimeError(f"tensors of the kinds {sorted(found, key=str)} cannot be joined")
+    if len(distinct := set(kinds)) > 1:
+        raise RuntimeError(f"tensors of the kinds {sorted(distinct, key=str)} cannot be joined")

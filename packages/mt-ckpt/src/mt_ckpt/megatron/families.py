@@ -33,10 +33,19 @@ def model_section(args: MegatronArguments, names: Collection[str], vocab_size: i
     """
     maps = _maps(host)
     # Families with arguments of their own are asked first.
-    special = {name: section for name, found in maps.items() if (section := _own_section(found, args, names))}
+    special = {
+        name: section for name, megatron_map in maps.items() if (section := _own_section(megatron_map, args, names))
+    }
     if name := _only(args, special):
         return {"family": name, **special[name], "vocab_size": vocab_size}
-    name = _only(args, [name for name, found in maps.items() if found.takes is not None and found.takes(args, names)])
+    name = _only(
+        args,
+        [
+            name
+            for name, megatron_map in maps.items()
+            if megatron_map.takes is not None and megatron_map.takes(args, names)
+        ],
+    )
     if name is None:
         raise ConfigError(f"{args.origin}: no installed family reads this model (pip install mt-models)")
     refuse_others(args, maps[name].reads)
@@ -45,8 +54,10 @@ def model_section(args: MegatronArguments, names: Collection[str], vocab_size: i
     return {"family": name, **(read(args, names) or {}), "vocab_size": vocab_size}
 
 
-def _own_section(found: MegatronMap, args: MegatronArguments, names: Collection[str]) -> dict[str, Any] | None:
-    return found.section(args, names) if found.section is not None and found.takes is None else None
+def _own_section(megatron_map: MegatronMap, args: MegatronArguments, names: Collection[str]) -> dict[str, Any] | None:
+    return (
+        megatron_map.section(args, names) if megatron_map.section is not None and megatron_map.takes is None else None
+    )
 
 
 def _only(args: MegatronArguments, families: Collection[str]) -> str | None:
@@ -58,10 +69,10 @@ def _only(args: MegatronArguments, families: Collection[str]) -> str | None:
 def require_writable(family: str, host: PluginHost) -> None:
     """Raises ConfigError, saying why, for a family that Megatron does not have."""
     maps = _maps(host)
-    found = maps.get(family)
-    if found is not None and found.arguments is not None:
+    megatron_map = maps.get(family)
+    if megatron_map is not None and megatron_map.arguments is not None:
         return
-    reason = f": {found.unsupported}" if found is not None and found.unsupported else ""
+    reason = f": {megatron_map.unsupported}" if megatron_map is not None and megatron_map.unsupported else ""
     able = ", ".join(name for name, other in maps.items() if other.arguments is not None)
     raise ConfigError(f"model.family={family} cannot be written as Megatron's arguments{reason}; these can: {able}")
 

@@ -66,12 +66,12 @@ def find_iteration(path: Path) -> Path:
 
 def rank_folders(folder: Path) -> Mapping[RankSuffix, Path]:
     """The folders of ranks in that of an iteration, in order."""
-    found = {}
+    folders = {}
     for entry in sorted(folder.iterdir()) if folder.is_dir() else []:
         if (match := _RANK.fullmatch(entry.name)) and entry.is_dir():
             numbers = [int(group) for group in match.groups() if group is not None]
-            found[RankSuffix(numbers[0], tuple(numbers[1:]))] = entry
-    return found
+            folders[RankSuffix(numbers[0], tuple(numbers[1:]))] = entry
+    return folders
 
 
 def detect(path: Path) -> bool:

@@ -47,16 +47,16 @@ def optimizer_left_out(metadata: Mapping[str, Any]) -> str | None:
     return carried.get(LEFT_OUT) if isinstance(carried, Mapping) else None
 
 
-def true_vocab_size(args: Arguments, padded: int, given: int | None) -> int:
+def true_vocab_size(args: Arguments, padded: int, vocab_size: int | None) -> int:
     """Rows of the vocabulary that stand for ids.
 
-    given: by the caller. Else the args say it where the run needed it (--vocab-size); the number that a
+    vocab_size: by the caller. Else the args say it where the run needed it (--vocab-size); the number that a
     tokenizer gave is not kept by Megatron, so that all rows count. Raises ConfigError for more rows than there are.
     """
-    if given is not None:
-        if not 0 < given <= padded:
-            raise ConfigError(f"vocab_size={given}: {args.origin} has {padded} rows; it can be 1 to {padded}")
-        return given
+    if vocab_size is not None:
+        if not 0 < vocab_size <= padded:
+            raise ConfigError(f"vocab_size={vocab_size}: {args.origin} has {padded} rows; it can be 1 to {padded}")
+        return vocab_size
     said = args.values.get("vocab_size")
     if said is None:
         return padded

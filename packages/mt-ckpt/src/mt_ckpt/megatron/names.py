@@ -160,10 +160,10 @@ def layer_of(name: str) -> tuple[str, int] | None:
 
 def renumbered(name: str, offsets: Mapping[str, int]) -> str:
     """`name` with the number of its layer raised by the offset of its stack."""
-    found = layer_of(name)
-    if found is None or not offsets.get(found[0]):
+    layer = layer_of(name)
+    if layer is None or not offsets.get(layer[0]):
         return name
-    stack, number = found
+    stack, number = layer
     return _LAYER.sub(f"{stack}.layers.{number + offsets[stack]}.", name)
 
 
@@ -171,6 +171,6 @@ def layer_counts(names: Iterable[str]) -> dict[str, int]:
     """Stack -> number of layers that the names number."""
     counts: dict[str, int] = {}
     for name in names:
-        if found := layer_of(name):
-            counts[found[0]] = max(counts.get(found[0], 0), found[1] + 1)
+        if layer := layer_of(name):
+            counts[layer[0]] = max(counts.get(layer[0], 0), layer[1] + 1)
     return counts

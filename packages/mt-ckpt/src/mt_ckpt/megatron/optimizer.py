@@ -78,10 +78,10 @@ def _is_of_experts(group: Mapping[str, Any]) -> bool:
 def _once(parameters: Iterable[Parameter]) -> list[Parameter]:
     """Without the second of two names of one parameter, as Megatron's T5 has them."""
     # dict: the first of the two names keeps its place in the order.
-    found: dict[tuple[str, int | None], Parameter] = {}
+    unique: dict[tuple[str, int | None], Parameter] = {}
     for parameter in parameters:
-        found.setdefault((parameter.name, parameter.expert), parameter)
-    return list(found.values())
+        unique.setdefault((parameter.name, parameter.expert), parameter)
+    return list(unique.values())
 
 
 class _RankOptimizer:
@@ -108,12 +108,12 @@ class _RankOptimizer:
 
     def steps(self) -> list[float]:
         """What the groups, or the parameters' states, say."""
-        found: list[Any] = []
+        steps: list[Any] = []
         for optimizer in self._optimizers:
             inner = _inner(optimizer)
-            found += [group.get(STEP) for group in inner.get("param_groups", [])]
-            found += [state.get(STEP) for state in inner.get("state", {}).values() if isinstance(state, dict)]
-        return [_number(step) for step in found if step is not None]
+            steps += [group.get(STEP) for group in inner.get("param_groups", [])]
+            steps += [state.get(STEP) for state in inner.get("state", {}).values() if isinstance(state, dict)]
+        return [_number(step) for step in steps if step is not None]
 
     # -- torch's own state ---------------------------------------------------------------------------
 
@@ -207,9 +207,9 @@ class _RankOptimizer:
         buckets = buckets_of(flat_parameters(part, self._shared), bucketing(self._args, self._file.stage, number))
         total = sum(bucket.numel for bucket in buckets)
         # Without the padding at the ends of buckets, which depends on the data-parallel size.
-        found = states.get("numel_unpadded", total)
-        if found != total:
-            raise self._unmatched(f"{file.name} has a buffer of {found} elements, the model makes {total}")
+        stored_numel = states.get("numel_unpadded", total)
+        if stored_numel != total:
+            raise self._unmatched(f"{file.name} has a buffer of {stored_numel} elements, the model makes {total}")
         first = flat_positions(buckets)
         for stored, state in FLAT_STATES.items():
             if stored in states:

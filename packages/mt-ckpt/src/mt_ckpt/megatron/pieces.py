@@ -157,13 +157,13 @@ def hold(entries: Iterable[Entry]) -> dict[str, list[Held]]:
             held.setdefault(entry.name, []).append(Held(entry.place, entry.piece))
         else:
             experts.setdefault((entry.name, tuple(entry.place.values())), {})[entry.expert] = entry
-    for (name, _), found in experts.items():
-        if sorted(found) != list(range(len(found))):
+    for (name, _), by_number in experts.items():
+        if sorted(by_number) != list(range(len(by_number))):
             raise CheckpointError(
-                f"{name}: a rank has the experts {sorted(found)}, which are not the first {len(found)}"
+                f"{name}: a rank has the experts {sorted(by_number)}, which are not the first {len(by_number)}"
             )
-        parts = [found[number].piece for number in range(len(found))]
-        held.setdefault(name, []).append(Held(found[0].place, Stack(parts)))
+        parts = [by_number[number].piece for number in range(len(by_number))]
+        held.setdefault(name, []).append(Held(by_number[0].place, Stack(parts)))
     return held
 
 

@@ -84,8 +84,8 @@ def open_iteration(
     Raises CheckpointError naming the file that is missing or damaged, or refers to what it may not.
     """
     folder = find_iteration(path)
-    found = rank_folders(folder)
-    if not found:
+    by_suffix = rank_folders(folder)
+    if not by_suffix:
         raise CheckpointError(f"{folder}: has no mp_rank_NN folders")
     opened: dict[Path, Mapping[str, Any]] = {}
 
@@ -95,13 +95,13 @@ def open_iteration(
             opened[rank] = _content(rank / RANK_FILE)
         return opened[rank]
 
-    first = next(iter(found.values()))
+    first = next(iter(by_suffix.values()))
     # All ranks store the same arguments; those of the first file stand for all.
     args = Arguments((attributes or namespace_attributes)(content(first), first / RANK_FILE), first / RANK_FILE)
     grid = Grid(args.tensor_parallel, args.expert_parallel, args.expert_tensor_parallel)
     stages = args.pipeline_parallel
     ranks = [(stage, place) for stage in range(stages) for place in grid.places()]
-    folders = [_rank_folder(folder, found, args, stage, place) for stage, place in ranks]
+    folders = [_rank_folder(folder, by_suffix, args, stage, place) for stage, place in ranks]
     values = [content(rank) for rank in folders]
     models = [_model_parts(value, rank / RANK_FILE, flatten) for value, rank in zip(values, folders, strict=True)]
     offsets = _layer_offsets(models, ranks, stages)
@@ -131,13 +131,13 @@ def namespace_attributes(content: Mapping[str, Any], file: Path) -> Mapping[str,
 
 
 def _rank_folder(
-    folder: Path, found: Mapping[RankSuffix, Path], args: Arguments, stage: int, place: Mapping[AxisName, int]
+    folder: Path, by_suffix: Mapping[RankSuffix, Path], args: Arguments, stage: int, place: Mapping[AxisName, int]
 ) -> Path:
     # Numbers are in the name only for axes of more than one rank.
     others = [(stage, args.pipeline_parallel), (place["ep"], args.expert_parallel)]
     suffix = RankSuffix(place["tp"], tuple(number for number, size in others if size > 1))
-    if suffix in found and (found[suffix] / RANK_FILE).is_file():
-        return found[suffix]
+    if suffix in by_suffix and (by_suffix[suffix] / RANK_FILE).is_file():
+        return by_suffix[suffix]
     name = rank_name(
         place["tp"], stage if args.pipeline_parallel > 1 else None, place["ep"] if args.expert_parallel > 1 else None
     )

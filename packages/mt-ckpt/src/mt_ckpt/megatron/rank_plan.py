@@ -93,10 +93,10 @@ def split_layers(parameters: Collection[str], pipeline: Pipeline) -> list[list[s
     On the last of several runs the matrix that it shares with the first is called as the output's, see `has_copy`; with
     multi-token prediction, which embeds tokens too, the last run has the token embeddings as such.
     """
-    stacks = {found[0]: 0 for name in parameters if (found := layer_of(name))}
+    stacks = {layer[0]: 0 for name in parameters if (layer := layer_of(name))}
     for name in parameters:
-        if found := layer_of(name):
-            stacks[found[0]] = max(stacks[found[0]], found[1] + 1)
+        if layer := layer_of(name):
+            stacks[layer[0]] = max(stacks[layer[0]], layer[1] + 1)
     if pipeline.runs > 1 and len(stacks) > 1:
         raise ConfigError(
             f"pipeline_parallel_size={pipeline.stages}: a model of {' and '.join(sorted(stacks))} is not cut into "
@@ -125,11 +125,11 @@ def has_copy(parameters: Collection[str], pipeline: Pipeline) -> bool:
 
 
 def _run_of(name: str, stacks: dict[str, int], runs: int) -> int:
-    found = layer_of(name)
-    if found is None:
+    layer = layer_of(name)
+    if layer is None:
         # What is neither a layer nor before the layers (norm, head, MTP) is in the last run.
         return 0 if name.startswith(BEFORE_LAYERS) else runs - 1
-    return found[1] // (stacks[found[0]] // runs)
+    return layer[1] // (stacks[layer[0]] // runs)
 
 
 def in_order(names: Iterable[str], style: Style) -> list[str]:
@@ -144,8 +144,8 @@ Place = tuple[int, int, int, int, int]
 def _place(stored: str) -> Place:
     module, _, leaf = stored.rpartition(".")
     last = _index(leaf, LEAVES)
-    if found := layer_of(stored):
-        return (_stack_place(stored), found[1], _index(_within(module, 3), LAYER), 0, last)
+    if layer := layer_of(stored):
+        return (_stack_place(stored), layer[1], _index(_within(module, 3), LAYER), 0, last)
     if stored.startswith(BEFORE_LAYERS):
         return (0, 0, _index(module, EMBEDDINGS), 0, last)
     if stored.startswith(("encoder.", "decoder.")):
@@ -240,8 +240,8 @@ def is_linear(module: str) -> bool:
 def _first_layers(members: Iterable[str]) -> dict[str, int]:
     first: dict[str, int] = {}
     for name in members:
-        if found := names.layer_of(name):
-            first[found[0]] = min(first.get(found[0], found[1]), found[1])
+        if layer := names.layer_of(name):
+            first[layer[0]] = min(first.get(layer[0], layer[1]), layer[1])
     # Negative, so that `renumbered` counts from 0 within the part.
     return {stack: -number for stack, number in first.items()}
 

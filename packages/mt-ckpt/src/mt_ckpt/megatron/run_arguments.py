@@ -128,14 +128,14 @@ def _precision(args: Arguments) -> dict[str, Any]:
 
 
 def _optimizer(args: Arguments) -> dict[str, Any]:
-    given = args.get("optimizer", "adam")
-    kind = SAME_OPTIMIZER.get(given, given)
+    name = args.get("optimizer", "adam")
+    kind = SAME_OPTIMIZER.get(name, name)
     if kind not in OPTIMIZERS:
         return {}
-    own = OPTIMIZERS[kind]
+    keys = OPTIMIZERS[kind]
     if kind == "muon":
-        own = (*MUON, *(LION if args.get("muon_scalar_optimizer", "adam") == "lion" else ADAM))
-    return {"optimizer": kind, **_given(args, (*RATES, *own)), **_weight_decay(args)}
+        keys = (*MUON, *(LION if args.get("muon_scalar_optimizer", "adam") == "lion" else ADAM))
+    return {"optimizer": kind, **_given(args, (*RATES, *keys)), **_weight_decay(args)}
 
 
 def _weight_decay(args: Arguments) -> dict[str, Any]:

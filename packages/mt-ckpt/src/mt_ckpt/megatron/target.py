@@ -135,7 +135,7 @@ class Plan:
         return float(self.source.read(name)) if name else float(self.iteration)
 
 
-def plan(source: CheckpointReader, options: ConvertOptions, host: PluginHost, ckpt_format: str) -> Plan:
+def make_plan(source: CheckpointReader, options: ConvertOptions, host: PluginHost, ckpt_format: str) -> Plan:
     """Raises ConfigError for options and models that Megatron cannot have, CheckpointError for tensors that are not the
     model's."""
     # Everything is checked by names and shapes: no tensor is read but the final norm, see `choose_padding`.

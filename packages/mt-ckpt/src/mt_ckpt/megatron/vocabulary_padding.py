@@ -54,9 +54,11 @@ class Padding:
         shapes, beside = source.shapes(), PADDING + stored_name
         names = [stored_name, beside] if self.keep and beside in shapes else [stored_name]
         missing = num_rows - sum(shapes[part][0] for part in names)
-        made = [self._made(source, stored_name, name, state, missing)] if missing > 0 else []  # before a table is held
+        new_rows = (
+            [self._made(source, stored_name, name, state, missing)] if missing > 0 else []
+        )  # before a table is held
         # [:num_rows]: rows that the source has beyond the target's padding are dropped.
-        return torch.cat([*(source.read(part) for part in names), *made])[:num_rows]
+        return torch.cat([*(source.read(part) for part in names), *new_rows])[:num_rows]
 
     def _made(self, source: CheckpointReader, stored_name: str, name: str, state: str | None, count: int) -> Tensor:
         """Weights; for a copy of weights of 16 bits these very numbers; for moments zeros."""

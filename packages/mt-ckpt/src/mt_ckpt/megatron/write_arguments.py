@@ -101,8 +101,8 @@ def _is_object(value: Any) -> bool:
 
 def _restored(value: Any) -> Any:
     if isinstance(value, str) and re.fullmatch(r"torch\.\w+", value):
-        found = getattr(torch, value.removeprefix("torch."), None)
-        return found if isinstance(found, torch.dtype) else value
+        dtype = getattr(torch, value.removeprefix("torch."), None)
+        return dtype if isinstance(dtype, torch.dtype) else value
     return value
 
 

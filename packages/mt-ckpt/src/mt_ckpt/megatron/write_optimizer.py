@@ -73,8 +73,8 @@ def optimizer_groups(
 def groups_value(groups: Sequence[Mapping[str, Any]]) -> Any:
     """The value under `optimizer` beside `distrib_optim.pt`."""
     kinds = [[g for g in groups if g["is_expert_parallel"] == of_experts] for of_experts in (False, True)]
-    made = [{"optimizer": {"param_groups": kind}} for kind in kinds if kind]
-    return made[0] if len(made) == 1 else made
+    values = [{"optimizer": {"param_groups": kind}} for kind in kinds if kind]
+    return values[0] if len(values) == 1 else values
 
 
 def optimizer_value(
@@ -93,8 +93,8 @@ def optimizer_value(
         [m for m in members if (experts_apart and m[0].expert is not None) == of_experts]
         for of_experts in (False, True)
     ]
-    made = [_one(kind, options, step, of_experts=bool(i)) for i, kind in enumerate(kinds) if kind]
-    return made[0] if len(made) == 1 else made
+    values = [_one(kind, options, step, of_experts=bool(i)) for i, kind in enumerate(kinds) if kind]
+    return values[0] if len(values) == 1 else values
 
 
 def _one(
@@ -159,88 +159,88 @@ class Layout:
     numel: int
 
 
-def write_flat(made: Plan, ranks: Sequence[FlatRank], stage: int, parts: Sequence[Sequence[RankEntry]]) -> None:
+def write_flat(plan: Plan, ranks: Sequence[FlatRank], stage: int, parts: Sequence[Sequence[RankEntry]]) -> None:
     """Write and finish the ranks' files. parts: for each model part, its entries in order. Raises OSError."""
     optimizers: list[list[dict[Any, Any]]] = [[] for _ in ranks]
     # Dense first, as Megatron chains its optimizers.
     for of_experts in (False, True):
-        members = [[entry for entry in part if belongs(made, entry, of_experts)] for part in parts]
+        members = [[entry for entry in part if belongs(plan, entry, of_experts)] for part in parts]
         if any(members):
-            for optimizer, value in zip(optimizers, _buffers(made, ranks, stage, members), strict=True):
+            for optimizer, value in zip(optimizers, _buffers(plan, ranks, stage, members), strict=True):
                 optimizer.append(value)
     for rank, values in zip(ranks, optimizers, strict=True):
         rank.writer.finish(values[0] if len(values) == 1 else values)
 
 
-def belongs(made: Plan, entry: RankEntry, of_experts: bool) -> bool:
+def belongs(plan: Plan, entry: RankEntry, of_experts: bool) -> bool:
     """Whether the optimizer of the experts, or the other one, has the parameter."""
-    return made.trained(entry.name) and (made.experts_apart and entry.expert is not None) == of_experts
+    return plan.trained(entry.name) and (plan.experts_apart and entry.expert is not None) == of_experts
 
 
 def _buffers(
-    made: Plan, ranks: Sequence[FlatRank], stage: int, parts: Sequence[Sequence[RankEntry]]
+    plan: Plan, ranks: Sequence[FlatRank], stage: int, parts: Sequence[Sequence[RankEntry]]
 ) -> list[dict[Any, Any]]:
     """For each rank, the value of one optimizer."""
     # Megatron-Core stores the buckets of a buffer as one tensor since 0.6, and marks that by this key.
     values: list[dict[Any, Any]] = [{"buckets_coalesced": True} for _ in ranks]
     for number, part in enumerate(parts):
-        layout = _layout(made, ranks[0].ctx, stage, number, part)
-        written = {stored: _write_state(made, ranks, layout, state) for stored, state in FLAT_STATES.items()}
+        layout = _layout(plan, ranks[0].ctx, stage, number, part)
+        written = {stored: _write_state(plan, ranks, layout, state) for stored, state in FLAT_STATES.items()}
         for rank, value in enumerate(values):
             states = {stored: calls[rank] for stored, calls in written.items()}
-            value[number] = {buffer_dtypes(made): {**states, "numel_unpadded": layout.numel}}
+            value[number] = {buffer_dtypes(plan): {**states, "numel_unpadded": layout.numel}}
     return values
 
 
-def buffer_dtypes(made: Plan) -> tuple[torch.dtype, torch.dtype]:
+def buffer_dtypes(plan: Plan) -> tuple[torch.dtype, torch.dtype]:
     """Dtypes of the parameters and of their gradients in the buffers."""
-    dtype = made.target.dtype
+    dtype = plan.target.dtype
     # Megatron sets it for bf16 by default.
-    accumulated = made.args.get("accumulate_allreduce_grads_in_fp32", dtype == torch.bfloat16)
+    accumulated = plan.args.get("accumulate_allreduce_grads_in_fp32", dtype == torch.bfloat16)
     return dtype, torch.float32 if accumulated else dtype
 
 
-def _layout(made: Plan, ctx: ParallelContext, stage: int, number: int, part: Sequence[RankEntry]) -> Layout:
-    args, by_key = Arguments(made.args, Path(OPTIMIZER_FILE)), {entry.stored: entry for entry in part}
+def _layout(plan: Plan, ctx: ParallelContext, stage: int, number: int, part: Sequence[RankEntry]) -> Layout:
+    args, by_key = Arguments(plan.args, Path(OPTIMIZER_FILE)), {entry.stored: entry for entry in part}
     placed, begin = [], 0
-    for bucket in buckets_of(flat_parameters(made, ctx, part), bucketing(args, stage, number)):
+    for bucket in buckets_of(flat_parameters(plan, ctx, part), bucketing(args, stage, number)):
         placed += [
-            Placed(by_key[key], begin + first, _numel(made, ctx, by_key[key])) for key, first in bucket.first.items()
+            Placed(by_key[key], begin + first, _numel(plan, ctx, by_key[key])) for key, first in bucket.first.items()
         ]
         # Buckets follow one another without the padding at their ends, as Megatron stores them.
         begin += bucket.numel
     return Layout(placed, begin)
 
 
-def flat_parameters(made: Plan, ctx: ParallelContext, part: Sequence[RankEntry]) -> list[FlatParameter]:
+def flat_parameters(plan: Plan, ctx: ParallelContext, part: Sequence[RankEntry]) -> list[FlatParameter]:
     """What the rank at `ctx` has of these, under their stored names."""
-    shared = shared_matrices(Arguments(made.args, Path(OPTIMIZER_FILE)))
-    return [FlatParameter(entry.stored, _numel(made, ctx, entry), entry.name in shared) for entry in part]
+    shared = shared_matrices(Arguments(plan.args, Path(OPTIMIZER_FILE)))
+    return [FlatParameter(entry.stored, _numel(plan, ctx, entry), entry.name in shared) for entry in part]
 
 
-def _numel(made: Plan, ctx: ParallelContext, entry: RankEntry) -> int:
-    shape = made.layout_of(entry.name).local_shape(ctx)
+def _numel(plan: Plan, ctx: ParallelContext, entry: RankEntry) -> int:
+    shape = plan.layout_of(entry.name).local_shape(ctx)
     return torch.Size(shape if entry.expert is None else shape[1:]).numel()
 
 
-def _write_state(made: Plan, ranks: Sequence[FlatRank], layout: Layout, state: str) -> list[Call]:
+def _write_state(plan: Plan, ranks: Sequence[FlatRank], layout: Layout, state: str) -> list[Call]:
     """Parameters as they are placed, with zeros between them."""
     # All ranks of the stage at the same time: each tensor is read once and cut for all of them.
     buffers = [rank.writer.begin_flat(torch.float32, layout.numel) for rank in ranks]
-    recent, end = Recent(made, state), 0
+    recent, end = Recent(plan, state), 0
     for placed in layout.placed:
         # Alignment within the bucket; the gap before the first parameter of a bucket is empty.
         gap = torch.zeros(placed.first - end)
         whole = recent.read(placed.entry)
         for rank, buffer in zip(ranks, buffers, strict=True):
             buffer.write(gap)
-            buffer.write(_own(made, placed.entry, whole, rank.ctx))
+            buffer.write(_own(plan, placed.entry, whole, rank.ctx))
         end = placed.first + placed.numel
     return [buffer.finish() for buffer in buffers]
 
 
-def _own(made: Plan, entry: RankEntry, whole: Tensor, ctx: ParallelContext) -> Tensor:
-    local = made.layout_of(entry.name).to_local(whole, ctx)
+def _own(plan: Plan, entry: RankEntry, whole: Tensor, ctx: ParallelContext) -> Tensor:
+    local = plan.layout_of(entry.name).to_local(whole, ctx)
     return local if entry.expert is None else local[entry.expert]
 
 
@@ -250,8 +250,8 @@ class Recent:
     What is held is given up before another tensor is read.
     """
 
-    def __init__(self, made: Plan, state: str) -> None:
-        self._made, self._state = made, state
+    def __init__(self, plan: Plan, state: str) -> None:
+        self._plan, self._state = plan, state
         self._held: dict[str, Tensor] = {}
 
     def read(self, entry: RankEntry) -> Tensor:
@@ -259,5 +259,5 @@ class Recent:
             # Sequential experts alternate between two matrices; anything else is read once.
             if len(self._held) >= (1 if entry.expert is None else 2):
                 self._held.clear()
-            self._held[entry.name] = self._made.read(self._made.source_of(entry.name), self._state)
+            self._held[entry.name] = self._plan.read(self._plan.source_of(entry.name), self._state)
         return self._held[entry.name]

@@ -43,7 +43,7 @@ def read_adapters(path: Path) -> Mapping[str, Mapping[str, Entry]]:
     """
     folder = find_iteration(path)
     require_backend(folder)
-    found: dict[str, dict[str, Entry]] = {}
+    adapters: dict[str, dict[str, Entry]] = {}
     others: list[str] = []
     for stored, tensor in read_index(folder).tensors.items():
         key = parse(stored)
@@ -52,9 +52,9 @@ def read_adapters(path: Path) -> Mapping[str, Mapping[str, Entry]]:
         for entry in entries_of(key.model_key.removeprefix("model."), tensor):
             layer, mark, parameter = entry.name.partition(MARK)
             if mark:
-                found.setdefault(layer, {})[parameter] = entry
+                adapters.setdefault(layer, {})[parameter] = entry
             else:
                 others.append(stored)
     if others:
         raise CheckpointError(f"{folder}: nothing takes {', '.join(sorted(set(others))[:5])}: no adapters of layers")
-    return found
+    return adapters

@@ -64,48 +64,48 @@ class DistPlan:
     objects: dict[str, Any]
 
 
-def dist_plan(made: Plan, optimizer_format: str) -> DistPlan:
+def dist_plan(plan: Plan, optimizer_format: str) -> DistPlan:
     """Layers that are all alike are stacked; a chunk is a layer's tensor, or an expert's.
 
     optimizer_format: of the optimizer's state, `flat_plan.DP_RESHARDABLE`, `FULLY_RESHARDABLE` or `PLAIN`.
     """
-    if not made.version.mixer_sections:
-        require_one_rank(made.layouts, made.target.grid.tp, shown(made.version.version))
+    if not plan.version.mixer_sections:
+        require_one_rank(plan.layouts, plan.target.grid.tp, shown(plan.version.version))
     # A hybrid model's layers are of different kinds, so that each has keys with its number.
-    stacked = not made.hybrid and are_alike(made.layouts)
+    stacked = not plan.hybrid and are_alike(plan.layouts)
     # Flat buckets belong to ranks, not to parameters: they are added once, by `_add_flat`.
-    flat = made.states and optimizer_format == DP_RESHARDABLE
+    flat = plan.states and optimizer_format == DP_RESHARDABLE
     plain = optimizer_format == PLAIN
     state_keys = PLAIN_STATE_KEYS if plain else STATE_KEYS
-    style, counts = made.dist_style(), layer_counts(made.layouts)
+    style, counts = plan.dist_style(), layer_counts(plan.layouts)
     tensors: dict[str, WrittenTensor] = {}
     chunks: list[ChunkItem] = []
-    for name, layout in made.layouts.items():
+    for name, layout in plan.layouts.items():
         place = place_of(name, style, stacked=stacked)
         # The size of the leading dimension of a stacked tensor: the layers of its stack.
         front = (counts[name.split(".")[0]],) if place.layer is not None else ()
         # The weights first, then the states. Chunks of one tensor have to follow one another, so that the writer reads
         # it once.
-        for state in (None, *(() if flat else _states(made, name, plain=plain))):
+        for state in (None, *(() if flat else _states(plan, name, plain=plain))):
             prefix = "" if state is None else f"optimizer.state.{state_keys[state]}."
-            dtype = torch.float32 if state is not None else made.source.dtypes()[f"model.{name}"]
-            for rows in rows_of(name, layout) if made.version.mixer_sections else [whole(layout)]:
+            dtype = torch.float32 if state is not None else plan.source.dtypes()[f"model.{name}"]
+            for rows in rows_of(name, layout) if plan.version.mixer_sections else [whole(layout)]:
                 key = f"{prefix}{place.key}" + (f".{rows.section}" if rows.section else "")
                 shape = (rows.count, *layout.shape[1:]) if rows.section else layout.shape
                 tensors[key] = WrittenTensor((*front, *shape), dtype)
                 chunks += _chunks(key, Source(name, state), place, shape, rows, dtype)
-    planned = DistPlan(tensors, chunks, dict.fromkeys(_extra_states(made, style, stacked, counts)))
-    _add_duplicates(planned, made)
+    planned = DistPlan(tensors, chunks, dict.fromkeys(_extra_states(plan, style, stacked, counts)))
+    _add_duplicates(planned, plan)
     if flat:
-        _add_flat(planned, list(flat_plans(made)))
+        _add_flat(planned, list(flat_plans(plan)))
     return planned
 
 
-def _add_duplicates(planned: DistPlan, made: Plan) -> None:
+def _add_duplicates(planned: DistPlan, plan: Plan) -> None:
     """What T5 has under two names is two tensors. The optimizer's state of it is one, under the later name."""
-    if made.config.model.family != "t5":
+    if plan.config.model.family != "t5":
         return
-    for again, once in duplicates(made.version, distributed=True).items():
+    for again, once in duplicates(plan.version, distributed=True).items():
         # Over a copy, since chunks are appended to the list.
         for number, chunk in enumerate(planned.chunks[:]):
             if chunk.source.name != once:
@@ -133,12 +133,12 @@ def _flat_chunk(item: FlatItem) -> ChunkItem:
     return ChunkItem(item.key, source, item.expert, rows, (item.first,), (item.numel,), size, item.rank)
 
 
-def _states(made: Plan, name: str, *, plain: bool) -> tuple[str, ...]:
+def _states(plan: Plan, name: str, *, plain: bool) -> tuple[str, ...]:
     """The states of a parameter. Megatron's distributed optimizer has fp32 copies of fp32 weights too."""
-    if not made.states or not made.trained(name):
+    if not plan.states or not plan.trained(name):
         return ()
-    moments = tuple(state for state in made.states if state != MAIN)
-    return moments if plain and not made.rounded(name) else (MAIN, *moments)
+    moments = tuple(state for state in plan.states if state != MAIN)
+    return moments if plain and not plan.rounded(name) else (MAIN, *moments)
 
 
 def _chunks(
@@ -158,10 +158,10 @@ def _chunks(
         yield ChunkItem(key, source, expert, rows, offsets, (*ones, 1, *shape[1:]), size)
 
 
-def _extra_states(made: Plan, style: Style, stacked: bool, counts: Mapping[str, int]) -> Iterator[str]:
+def _extra_states(plan: Plan, style: Style, stacked: bool, counts: Mapping[str, int]) -> Iterator[str]:
     """Keys of the (empty) FP8 states that Megatron's linear layers have, a shard for each layer and expert."""
     seen = set()
-    for name, layout in made.layouts.items():
+    for name, layout in plan.layouts.items():
         module, _, _ = name.rpartition(".")
         if not is_linear(module) or module == "output_layer" or module in seen:
             continue
@@ -169,18 +169,18 @@ def _extra_states(made: Plan, style: Style, stacked: bool, counts: Mapping[str, 
         experts = layout.shape[0] if EXPERTS in name else 0
         yield from _state_shards(place_of(f"{module}.{EXTRA_STATE}", style, stacked=stacked), counts, experts)
         stem, _, leaf = module.rpartition(".")
-        if leaf == ATTENTION_OUTPUT and _has_attention_state(made, module):
+        if leaf == ATTENTION_OUTPUT and _has_attention_state(plan, module):
             state = f"{stem}.core_attention.{EXTRA_STATE}"
             yield from _state_shards(place_of(state, style, stacked=stacked), counts, 0)
-    family = made.config.model.family
-    for layer in HEADS.get(family, ()) if family != "t5" or made.version.output_bias_twice else ():
+    family = plan.config.model.family
+    for layer in HEADS.get(family, ()) if family != "t5" or plan.version.output_bias_twice else ():
         yield f"{layer}.{EXTRA_STATE}/shard_0_1"
 
 
-def _has_attention_state(made: Plan, module: str) -> bool:
-    version = made.version
+def _has_attention_state(plan: Plan, module: str) -> bool:
+    version = plan.version
     in_version = version.prediction_attention_state if module.startswith(MTP) else version.attention_state
-    return in_version and not made.local
+    return in_version and not plan.local
 
 
 def _state_shards(place: Place, counts: Mapping[str, int], experts: int) -> Iterator[str]:

@@ -71,17 +71,17 @@ class _Owner:
         return f"{chain}optimizer.distributed.dp_group_idx_{self.group}."
 
 
-def flat_plans(made: Plan) -> Iterator[FlatRankPlan]:
+def flat_plans(plan: Plan) -> Iterator[FlatRankPlan]:
     """Buffers of all ranks, dense optimizers and those of experts."""
-    for stage in range(made.target.pipeline.stages):
+    for stage in range(plan.target.pipeline.stages):
         # Virtual pipeline stages are model parts, each with a buffer of its own.
-        parts = [part_entries(made, stage, part) for part in range(made.target.pipeline.parts)]
-        for owner in _owners(made, stage):
-            yield _rank_plan(made, owner, parts)
+        parts = [part_entries(plan, stage, part) for part in range(plan.target.pipeline.parts)]
+        for owner in _owners(plan, stage):
+            yield _rank_plan(plan, owner, parts)
 
 
-def _owners(made: Plan, stage: int) -> Iterator[_Owner]:
-    grid, apart = made.target.grid, made.experts_apart
+def _owners(plan: Plan, stage: int) -> Iterator[_Owner]:
+    grid, apart = plan.target.grid, plan.experts_apart
     # Megatron's dp_group_idx counts the groups of ranks with equal parameters: tensor ranks of stage 0, of stage 1, ...
     for number in range(grid.tp):
         rank = grid.context(grid.place_of_tensor_rank(number))
@@ -92,10 +92,10 @@ def _owners(made: Plan, stage: int) -> Iterator[_Owner]:
         yield _Owner(stage, rank, stage * experts + number, of_experts=True, chained=apart)
 
 
-def _rank_plan(made: Plan, owner: _Owner, parts: Sequence[Sequence[RankEntry]]) -> FlatRankPlan:
-    dtypes = buffer_dtypes(made)
+def _rank_plan(plan: Plan, owner: _Owner, parts: Sequence[Sequence[RankEntry]]) -> FlatRankPlan:
+    dtypes = buffer_dtypes(plan)
     # Empty buffers have no number: an optimizer of experts may have none in the first part.
-    buffers = [buffer for part, entries in enumerate(parts) if (buffer := _buffer(made, owner, part, entries)).buckets]
+    buffers = [buffer for part, entries in enumerate(parts) if (buffer := _buffer(plan, owner, part, entries)).buckets]
     sizes: dict[str, int] = {}
     items: list[FlatItem] = []
     for index, buffer in enumerate(buffers):
@@ -105,7 +105,7 @@ def _rank_plan(made: Plan, owner: _Owner, parts: Sequence[Sequence[RankEntry]]) 
                 sizes[key + stored] = bucket.numel
                 items += _items(key + stored, bucket, state, owner.rank, buffer.members)
     objects = {
-        "optimizer": {"param_groups": _groups(made, owner.of_experts)},
+        "optimizer": {"param_groups": _groups(plan, owner.of_experts)},
         "per_bucket_numel": [{dtypes: [padded_numel(b, buffer.cut) for b in buffer.buckets]} for buffer in buffers],
         "per_bucket_numel_unpadded": [{dtypes: [bucket.numel for bucket in buffer.buckets]} for buffer in buffers],
     }
@@ -121,12 +121,12 @@ class _Buffer:
     buckets: list[Bucket]
 
 
-def _buffer(made: Plan, owner: _Owner, part: int, entries: Sequence[RankEntry]) -> _Buffer:
-    members = {entry.stored: entry for entry in entries if belongs(made, entry, owner.of_experts)}
+def _buffer(plan: Plan, owner: _Owner, part: int, entries: Sequence[RankEntry]) -> _Buffer:
+    members = {entry.stored: entry for entry in entries if belongs(plan, entry, owner.of_experts)}
     # Paths appear in messages only; no file of this name exists.
-    args = Arguments(made.args, Path(DP_RESHARDABLE))
+    args = Arguments(plan.args, Path(DP_RESHARDABLE))
     cut = bucketing(args, owner.stage, part, of_experts=owner.of_experts)
-    return _Buffer(members, cut, buckets_of(flat_parameters(made, owner.rank, list(members.values())), cut))
+    return _Buffer(members, cut, buckets_of(flat_parameters(plan, owner.rank, list(members.values())), cut))
 
 
 def _shown(dtypes: tuple[torch.dtype, torch.dtype]) -> str:
@@ -144,7 +144,7 @@ def _items(
         yield FlatItem(key, entry.name, state, rank, first, end - first, entry.expert)
 
 
-def _groups(made: Plan, of_experts: bool) -> list[dict[str, Any]]:
+def _groups(plan: Plan, of_experts: bool) -> list[dict[str, Any]]:
     """Buffers of all stages, as Megatron makes them the same on every rank."""
-    groups = optimizer_groups(made.layouts, made.optimizer, made.step(), experts_apart=made.experts_apart)
+    groups = optimizer_groups(plan.layouts, plan.optimizer, plan.step(), experts_apart=plan.experts_apart)
     return [group for group in groups if group["is_expert_parallel"] == of_experts]

@@ -182,10 +182,10 @@ def _tensor(
 
 def _dtype(properties: Inert) -> torch.dtype:
     """TensorProperties writes a tuple that begins with the dtype; older versions of torch its attributes."""
-    found = properties.attributes.get("dtype") or properties.arguments[0]
-    if not isinstance(found, torch.dtype):
-        raise ValueError(f"dtype {found!r}")
-    return found
+    dtype = properties.attributes.get("dtype") or properties.arguments[0]
+    if not isinstance(dtype, torch.dtype):
+        raise ValueError(f"dtype {dtype!r}")
+    return dtype
 
 
 def _read_part(chunk: Chunk, low: Sequence[int], high: Sequence[int]) -> Tensor:
@@ -237,13 +237,13 @@ def require_backend(folder: Path) -> None:
     """Raises CheckpointError unless the folder says that it is complete and of the format that is read here."""
     file = folder / MARK_FILE
     try:
-        found = json.loads(file.read_bytes())
+        mark = json.loads(file.read_bytes())
     except FileNotFoundError:
         raise CheckpointError(f"{folder}: incomplete: it has no {MARK_FILE}, which Megatron writes last") from None
     except (OSError, ValueError) as error:
         raise CheckpointError(f"{file}: cannot be read: {error}") from None
-    if not isinstance(found, dict) or found.get("sharded_backend") != BACKEND["sharded_backend"]:
-        raise CheckpointError(f"{file}: sharded_backend is not torch_dist: {found}")
+    if not isinstance(mark, dict) or mark.get("sharded_backend") != BACKEND["sharded_backend"]:
+        raise CheckpointError(f"{file}: sharded_backend is not torch_dist: {mark}")
 
 
 def newest_that_writes(folder: Path) -> Conventions:

@@ -97,10 +97,10 @@ class Place:
 def place_of(name: str, style: names.Style, *, stacked: bool) -> Place:
     """The key of a canonical parameter."""
     key = style.stored(name).replace(names.EXPERTS, ".mlp.experts.experts.")
-    found = names.layer_of(key)
-    if found is None or not stacked:
+    layer = names.layer_of(key)
+    if layer is None or not stacked:
         return Place(key, None)
-    stack, number = found
+    stack, number = layer
     return Place(key.replace(f"{stack}.layers.{number}.", f"{stack}.layers.", 1), number)
 
 
@@ -108,9 +108,9 @@ def are_alike(parameters: Iterable[str]) -> bool:
     """Whether all layers of each stack have the same parameters, so that they can be stacked."""
     kinds: dict[tuple[str, int], set[str]] = {}
     for name in parameters:
-        if found := names.layer_of(name):
+        if layer := names.layer_of(name):
             # split(".", 3)[3]: behind "decoder.layers.3."
-            kinds.setdefault(found, set()).add(name.split(".", 3)[3])
+            kinds.setdefault(layer, set()).add(name.split(".", 3)[3])
     by_stack: dict[str, list[set[str]]] = {}
     for (stack, _), members in kinds.items():
         by_stack.setdefault(stack, []).append(members)
@@ -199,13 +199,13 @@ def sections_of(name: str) -> tuple[str, ...]:
 def pack(tensors: Mapping[str, Piece]) -> dict[str, Piece]:
     """Canonical name -> piece, of pieces that may be sections. Raises CheckpointError when a section is missing."""
     packed: dict[str, dict[str, Piece]] = {}
-    found: dict[str, Piece] = {}
+    pieces: dict[str, Piece] = {}
     for name, piece in tensors.items():
         if match := _SECTION.fullmatch(name):
             packed.setdefault(match["whole"], {})[match["section"]] = piece
         else:
-            found[name] = piece
-    return found | {name: Packed(_ordered(name, parts)) for name, parts in packed.items()}
+            pieces[name] = piece
+    return pieces | {name: Packed(_ordered(name, parts)) for name, parts in packed.items()}
 
 
 def _ordered(name: str, parts: Mapping[str, Piece]) -> list[Piece]:

@@ -144,10 +144,12 @@ def _sorted_tensors(index: Index) -> tuple[dict[str, Piece], dict[str, dict[str,
             entries.setdefault(parsed.state, []).extend(entries_of(parsed.model_key, tensor))
     pieces = {
         # inv_freq is a buffer of rotary positions that old versions saved; it follows from the arguments.
-        state: pack({name: held[0].piece for name, held in hold(found).items() if not name.endswith("inv_freq")})
-        for state, found in entries.items()
+        state: pack(
+            {name: held[0].piece for name, held in hold(state_entries).items() if not name.endswith("inv_freq")}
+        )
+        for state, state_entries in entries.items()
     }
-    return pieces.pop(None, {}), {state: found for state, found in pieces.items() if state is not None}
+    return pieces.pop(None, {}), {state: state_pieces for state, state_pieces in pieces.items() if state is not None}
 
 
 def _step(common: Mapping[str, Any], index: Index) -> float | None:
@@ -177,6 +179,6 @@ def _steps_in(value: Any) -> list[float]:
     if not isinstance(value, dict):
         return []
     # "step" of torch's and Apex's groups, "common_step" of versions that store one for all.
-    found = [value[name] for name in ("step", "common_step") if value.get(name) is not None]
-    numbers = [float(entry.read()) if isinstance(entry, StoredTensor) else float(entry) for entry in found]
+    steps = [value[name] for name in ("step", "common_step") if value.get(name) is not None]
+    numbers = [float(entry.read()) if isinstance(entry, StoredTensor) else float(entry) for entry in steps]
     return numbers + [number for entry in value.values() for number in _steps_in(entry)]

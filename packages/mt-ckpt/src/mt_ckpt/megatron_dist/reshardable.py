@@ -97,12 +97,12 @@ def flat_optimizer(
     for rank, buckets in stored.items():
         for state, entry in model.entries(rank, buckets):
             entries.setdefault(state, []).append(entry)
-    found: dict[str, dict[str, Piece]] = {
+    states: dict[str, dict[str, Piece]] = {
         state: {name: _gathered(index, name, trained[name], model.grid, parts) for name, parts in hold(held).items()}
         for state, held in entries.items()
     }
-    _require_same_weights(index, found.get("main", {}), weights)
-    return found
+    _require_same_weights(index, states.get("main", {}), weights)
+    return states
 
 
 @dataclass(frozen=True)
@@ -152,12 +152,12 @@ class _Model:
         """(number, stored name -> entry) of the stage's parts in which the optimizer has parameters."""
         stacked = [layout.shape[0] for name, layout in self.layouts.items() if EXPERTS in name]
         experts = stacked[0] // self.grid.ep if stacked else 0
-        apart, found = self.grid.ep > 1, []
+        apart, parts = self.grid.ep > 1, []
         for part in range(self.pipeline.parts):
             entries = self.naming.entries(self.runs[self.pipeline.run(stage, part)], experts)
-            own = {e.stored: e for e in entries if (apart and e.expert is not None) == of_experts}
-            found += [(part, own)] if own else []
-        return found
+            members = {e.stored: e for e in entries if (apart and e.expert is not None) == of_experts}
+            parts += [(part, members)] if members else []
+        return parts
 
     def _shape(self, entry: RankEntry, place: Mapping[AxisName, int]) -> tuple[int, ...]:
         # The last stage's copy of the token embeddings has no layout of its own.
@@ -180,12 +180,12 @@ def reason_not_read(index: Index, args: Arguments) -> str | None:
 
 def _buckets(index: Index) -> dict[_Rank, list[dict[str, ChunkedTensor]]]:
     """For each bucket of a rank, state -> flat tensor."""
-    found: dict[_Rank, dict[int, dict[str, ChunkedTensor]]] = {}
+    by_rank: dict[_Rank, dict[int, dict[str, ChunkedTensor]]] = {}
     for match in _matches(index):
         rank = _Rank(match["optimizer"] == "1", int(match["group"]), int(match["part"]))
-        found.setdefault(rank, {}).setdefault(int(match["bucket"]), {})[match["state"]] = index.tensors[match[0]]
+        by_rank.setdefault(rank, {}).setdefault(int(match["bucket"]), {})[match["state"]] = index.tensors[match[0]]
     # Bucket 10 follows bucket 9: numbers are sorted as numbers, keys of the index as text.
-    return {rank: [buckets[number] for number in sorted(buckets)] for rank, buckets in found.items()}
+    return {rank: [buckets[number] for number in sorted(buckets)] for rank, buckets in by_rank.items()}
 
 
 def _matches(index: Index) -> Iterator[re.Match[str]]:
@@ -196,10 +196,10 @@ def _require_sizes(
     index: Index, group: int, planned: Sequence[Bucket], buckets: Sequence[Mapping[str, ChunkedTensor]]
 ) -> None:
     sizes = [bucket.numel for bucket in planned]
-    found = [next(iter(states.values())).shape[0] for states in buckets]
-    if sizes != found:
+    stored = [next(iter(states.values())).shape[0] for states in buckets]
+    if sizes != stored:
         raise CheckpointError(
-            f"{index.folder}: the optimizer's buckets of rank {group} have {found} elements, the model makes {sizes}"
+            f"{index.folder}: the optimizer's buckets of rank {group} have {stored} elements, the model makes {sizes}"
         )
 
 

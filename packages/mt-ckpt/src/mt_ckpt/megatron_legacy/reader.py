@@ -106,7 +106,7 @@ def optimizer_if_known(iteration: Iteration, layouts: Mapping[str, ParameterLayo
 
 def legacy_tensors(part: Mapping[str, Any], file: Path) -> Mapping[str, StoredTensor]:
     """A model of nested dictionaries, under Megatron-Core's names. Raises CheckpointError for one name twice."""
-    found: dict[str, StoredTensor] = {}
+    renamed: dict[str, StoredTensor] = {}
     tensors = tensors_in(part)
     for prefix, model in OTHERS.items():
         if any(old.startswith(prefix) for old in tensors):
@@ -115,10 +115,10 @@ def legacy_tensors(part: Mapping[str, Any], file: Path) -> Mapping[str, StoredTe
             )
     for old, tensor in tensors.items():
         name = to_core(old)
-        if name in found:
+        if name in renamed:
             raise CheckpointError(f"{file}: {old} and another tensor are both {name}")
-        found[name] = tensor
-    return found
+        renamed[name] = tensor
+    return renamed
 
 
 def arguments_of(content: Mapping[str, Any], file: Path) -> Mapping[str, Any]:

@@ -14,7 +14,7 @@ from typing import Any
 from mt_ckpt.megatron.names import OUTPUT
 from mt_ckpt.megatron.rank_plan import RankEntry
 from mt_ckpt.megatron.save import RankFiles, save_ranks
-from mt_ckpt.megatron.target import Plan, plan
+from mt_ckpt.megatron.target import Plan, make_plan
 from mt_ckpt.megatron.write_arguments import LOCAL
 from mt_ckpt.megatron_legacy.names import is_bert, nested, to_old
 from mt_ckpt.pickles.encode import Call
@@ -36,18 +36,18 @@ def convert_checkpoint(path: Path, source: CheckpointReader, options: ConvertOpt
 def plan_files(source: CheckpointReader, options: ConvertOptions, host: PluginHost) -> RankFiles:
     """The files of `convert_checkpoint` that hold tensors; raises ConfigError and CheckpointError as that does."""
     refuse_megatron("megatron-legacy", options, "its names are those from before Megatron-Core")
-    made = plan(source, options, host, "torch")
+    plan = make_plan(source, options, host, "torch")
     # Only for the error: a parameter without an old name is refused before anything is written.
-    for name in made.layouts:
+    for name in plan.layouts:
         to_old(name, copied=False)
-    if made.config.model.family == "bert" and not is_bert(made.layouts):
+    if plan.config.model.family == "bert" and not is_bert(plan.layouts):
         raise ConfigError(
             "a BERT without token types and heads has the names of a GPT in the format megatron-legacy; use megatron"
         )
-    old_args = {**made.args, "transformer_impl": LOCAL, "use_legacy_models": True}
-    return RankFiles(replace(made, args=old_args, states=()), host, _old_model)
+    old_args = {**plan.args, "transformer_impl": LOCAL, "use_legacy_models": True}
+    return RankFiles(replace(plan, args=old_args, states=()), host, _old_model)
 
 
-def _old_model(weights: Mapping[str, Call], entries: Sequence[RankEntry], made: Plan, last: bool) -> dict[str, Any]:
-    copied = OUTPUT not in made.layouts
+def _old_model(weights: Mapping[str, Call], entries: Sequence[RankEntry], plan: Plan, last: bool) -> dict[str, Any]:
+    copied = OUTPUT not in plan.layouts
     return nested({to_old(entry.stored, copied=copied): weights[entry.stored] for entry in entries})

@@ -190,8 +190,10 @@ class Merged:
         for name, place in self._places.items():
             kinds = {model: shapes[model].get(theirs) for model, theirs in place.names.items()}
             if None in kinds.values() or len(set(map(tuple, kinds.values()))) > 1:  # type: ignore[arg-type]
-                found = ", ".join(f"{model}: {list(shape) if shape else 'none'}" for model, shape in kinds.items())
-                raise CheckpointError(f"the models are not of one architecture: {name.removeprefix(MODEL)} is {found}")
+                summary = ", ".join(f"{model}: {list(shape) if shape else 'none'}" for model, shape in kinds.items())
+                raise CheckpointError(
+                    f"the models are not of one architecture: {name.removeprefix(MODEL)} is {summary}"
+                )
 
     def _stored_shape(self, name: str) -> tuple[int, ...]:
         model, theirs = next(iter(self._places[name].names.items()))
@@ -218,8 +220,8 @@ class _Values:
         return [default if value is None else value for value in values]  # type: ignore[misc]
 
     def optional(self, source: Source | None, key: str) -> list[float | None]:
-        found = [self._found(source, key, name) for name in self.names]
-        return [None if value is None else self._number(value, key) for value in found]
+        values = [self._found(source, key, name) for name in self.names]
+        return [None if value is None else self._number(value, key) for value in values]
 
     def shared(self, key: str, default: float) -> float:
         value = self._found(None, key, self.names[0])

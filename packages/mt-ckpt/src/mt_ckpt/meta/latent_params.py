@@ -54,15 +54,15 @@ def to_mistral4(params: Mapping[str, Any]) -> dict[str, Any]:
     """config.json of the decoder. Raises ConfigError for parameters that are missing, unknown or not supported."""
     _require(params, SIZES, "")
     if unknown := sorted(set(params) - KNOWN):
-        given = ", ".join(f"{key}={params[key]!r}" for key in unknown)
-        raise ConfigError(f"params.json: {given} is not known; known are {', '.join(sorted(KNOWN))}")
+        settings = ", ".join(f"{key}={params[key]!r}" for key in unknown)
+        raise ConfigError(f"params.json: {settings} is not known; known are {', '.join(sorted(KNOWN))}")
     for key, only in (("norm_eps", EPSILON), ("n_kv_heads", params["n_heads"]), ("quantization", None)):
         if params.get(key, only) != only:
             raise ConfigError(f"params.json: {key}={params[key]!r} is not supported; it can be {only}")
     quantized = {key: params[key] for key in ("quantization_config",) if params.get(key)}
     return {
         "model_type": "mistral4",
-        **{theirs: params[own] for own, theirs in SIZES.items()},
+        **{theirs: params[name] for name, theirs in SIZES.items()},
         "num_key_value_heads": params["n_heads"],
         "tie_word_embeddings": bool(params.get("tied_embeddings", False)),
         "rope_parameters": _rope(params),
@@ -94,7 +94,7 @@ def _rope(params: Mapping[str, Any]) -> dict[str, Any]:
         "rope_type": "yarn",
         "rope_theta": float(params.get("rope_theta", 10000.0)),
         "llama_4_scaling_beta": float(growth["beta"]),
-        **{theirs: yarn[own] for own, theirs in YARN.items()},
+        **{theirs: yarn[name] for name, theirs in YARN.items()},
         **scale,
     }
 
@@ -107,7 +107,7 @@ def _experts(params: Mapping[str, Any]) -> dict[str, Any]:
     for key, only in FIXED.items():
         if moe.get(key, only) != only:
             raise ConfigError(f"params.json: moe.{key}={moe[key]!r} is not supported; it can be {only}")
-    return {theirs: moe[own] for own, theirs in EXPERTS.items()}
+    return {theirs: moe[name] for name, theirs in EXPERTS.items()}
 
 
 # -- names ---------------------------------------------------------------------------------------------
@@ -127,8 +127,8 @@ IN_LAYER = {
     "attention_norm": "input_layernorm",
     "ffn_norm": "post_attention_layernorm",
     "gate": "mlp.gate",
-    **{f"feed_forward.{own}": f"mlp.{theirs}" for own, theirs in GATED.items()},
-    **{f"shared_experts.{own}": f"mlp.shared_experts.{theirs}" for own, theirs in GATED.items()},
+    **{f"feed_forward.{name}": f"mlp.{theirs}" for name, theirs in GATED.items()},
+    **{f"shared_experts.{name}": f"mlp.shared_experts.{theirs}" for name, theirs in GATED.items()},
 }
 EXPERT = re.compile(r"experts\.([0-9]+)\.(w[123])")
 

@@ -32,8 +32,8 @@ def to_hugging_face(params: Mapping[str, Any], tensors: Mapping[str, TensorInfo]
     if missing := [key for key in NEEDED if key not in params]:
         raise ConfigError(f"params.json: {', '.join(missing)} is missing")
     if unknown := sorted(set(params) - known):
-        given = ", ".join(f"{key}={params[key]!r}" for key in unknown)
-        raise ConfigError(f"params.json: {given} is not known; known are {', '.join(sorted(known))}")
+        settings = ", ".join(f"{key}={params[key]!r}" for key in unknown)
+        raise ConfigError(f"params.json: {settings} is not known; known are {', '.join(sorted(known))}")
     for name in (EMBEDDING, GATE):
         if name not in tensors:
             raise CheckpointError(f"tensor {name} is missing in the checkpoint")

@@ -217,12 +217,12 @@ def _without_tied_output(shards: Sequence[TensorFile]) -> Iterator[str]:
 def _weight_files(path: Path) -> list[Path]:
     if (path / SAFETENSORS).is_file():
         return [path / SAFETENSORS]
-    found = sorted(file for file in path.glob("consolidated.*.pth") if PTH.fullmatch(file.name))
-    numbers = [int(PTH.fullmatch(file.name)[1]) for file in found]  # type: ignore[index]
+    files = sorted(file for file in path.glob("consolidated.*.pth") if PTH.fullmatch(file.name))
+    numbers = [int(PTH.fullmatch(file.name)[1]) for file in files]  # type: ignore[index]
     # A gap would be read as fewer ranks, and the sizes might still fit.
     if numbers != list(range(len(numbers))):
         raise CheckpointError(f"{path}: of the consolidated files some are missing; there are numbers {numbers}")
-    return found
+    return files
 
 
 def _read_params(file: Path, written: WrittenFiles) -> dict[str, Any]:

@@ -150,10 +150,10 @@ class NativeReader:
     @staticmethod
     def _read_checked(file: Path, offset: int, target: memoryview, expected: str, what: str) -> None:
         try:
-            found = read_range(file, offset, target)
+            actual = read_range(file, offset, target)
         except OSError as error:
             raise CheckpointError(f"{file}: cannot be read: {error.strerror or error}") from error
-        if found != expected:
+        if actual != expected:
             raise CheckpointError(damaged(file, what))
 
 

@@ -206,10 +206,10 @@ class ShardedSave:
             return
         with closing(self._begun.pop(place)) as first:
             small = small_files(metadata, files)
-            own = self._write_own(path, first, rank, num_ranks, fragments)
+            report = self._write_own(path, first, rank, num_ranks, fragments)
             # Blocks until every other rank has reported. No collective is used: this runs in a thread beside training,
             # and two threads that use one process group could order their collectives differently on different ranks.
-            reports = [own, *_others(path, first, num_ranks)]
+            reports = [report, *_others(path, first, num_ranks)]
             with writing(path):
                 first.commit(small, build_manifest(small, *_merged(reports)))
 
@@ -264,9 +264,9 @@ def _others(
     path: Path, place: storage_backends.StagedPlace | storage_backends.RemotePlace, num_ranks: int
 ) -> list[Report]:
     with writing(path):
-        found = storage_backends.wait_for_reports(place, num_ranks - 1)
+        contents = storage_backends.wait_for_reports(place, num_ranks - 1)
     # Sorted by rank: the manifest does not depend on which rank reports first.
-    reports = {rank: Report.model_validate_json(content) for rank, content in sorted(found.items())}
+    reports = {rank: Report.model_validate_json(content) for rank, content in sorted(contents.items())}
     for rank, report in reports.items():
         if report.error is not None:
             raise CheckpointError(f"{path}: rank {rank} could not write its share: {report.error}")

@@ -114,8 +114,8 @@ class RemotePlace:
         (self._path / REPORTS / f"{self.prefix}{rank}").write_bytes(content + END)
 
     def reports(self) -> Mapping[int, bytes]:
-        found = _reports_in(self._path / REPORTS, self.prefix)
-        return {rank: content.removesuffix(END) for rank, content in found.items() if content.endswith(END)}
+        contents = _reports_in(self._path / REPORTS, self.prefix)
+        return {rank: content.removesuffix(END) for rank, content in contents.items() if content.endswith(END)}
 
     def commit(self, small: Mapping[str, bytes], manifest: bytes) -> None:
         # The manifest is last: until it exists, `detect` sees no checkpoint. Only then are the older shards removed.
@@ -164,10 +164,10 @@ def wait_for_reports(place: StagedPlace | RemotePlace, num_ranks: int) -> Mappin
     """The reports of all ranks; polls until they are complete. A rank that died sends none: the launcher ends this
     one."""
     pause, longest = POLL_SECONDS
-    while len(found := place.reports()) < num_ranks:
+    while len(reports := place.reports()) < num_ranks:
         time.sleep(pause)
         pause = min(2 * pause, longest)
-    return found
+    return reports
 
 
 def _reports_in(folder: Path, prefix: str = "") -> dict[int, bytes]:

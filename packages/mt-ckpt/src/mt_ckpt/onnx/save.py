@@ -107,8 +107,8 @@ class _Named(nn.Module):
         self.encoder, self.has_types = encoder, has_types
 
     def forward(self, ids: Tensor, mask: Tensor, types: Tensor | None = None) -> tuple[Tensor, ...]:
-        found = self.encoder(ids, types, mask)
-        values = (found,) if isinstance(found, Tensor) else tuple(found)
+        outputs = self.encoder(ids, types, mask)
+        values = (outputs,) if isinstance(outputs, Tensor) else tuple(outputs)
         return tuple(value for value in values if value is not None)
 
 
@@ -137,8 +137,10 @@ def graph(encoder: Encoder, model: nn.Module) -> bytes:
 
 def output_names(encoder: Encoder, example: Tensor) -> list[str]:
     """Those of the named tuple that has a value, or EMBEDDING. example: [B, S]"""
-    found = encoder(example, None, example)
-    return [EMBEDDING] if isinstance(found, Tensor) else [n for n in found._fields if getattr(found, n) is not None]
+    outputs = encoder(example, None, example)
+    return (
+        [EMBEDDING] if isinstance(outputs, Tensor) else [n for n in outputs._fields if getattr(outputs, n) is not None]
+    )
 
 
 @contextmanager

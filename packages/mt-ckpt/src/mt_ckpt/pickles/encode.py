@@ -103,7 +103,7 @@ class _Encoder:
         # By the type itself first: a class that is looked for with isinstance takes ten times as long.
         writer = _WRITERS.get(type(value))
         if writer is None:
-            writer = next((found for kind, found in _WRITERS.items() if isinstance(value, kind)), _refuse)
+            writer = next((write for kind, write in _WRITERS.items() if isinstance(value, kind)), _refuse)
         writer(self, value)
 
     def mapping(self, value: Mapping[Any, Any]) -> None:

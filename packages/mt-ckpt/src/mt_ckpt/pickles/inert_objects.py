@@ -20,9 +20,9 @@ class Inert:
 
     def __new__(cls, *arguments: Any, **keywords: Any) -> Inert:
         # NEWOBJ calls __new__ without __init__, REDUCE calls the class: both have to fill the slots.
-        made = object.__new__(cls)
-        made.arguments, made.attributes, made.items = arguments, dict(keywords), []
-        return made
+        instance = object.__new__(cls)
+        instance.arguments, instance.attributes, instance.items = arguments, dict(keywords), []
+        return instance
 
     def __init__(self, *arguments: Any, **keywords: Any) -> None:
         """Everything is done by __new__, which is all that pickles call for some objects."""

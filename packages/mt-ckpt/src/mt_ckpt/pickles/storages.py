@@ -160,9 +160,9 @@ def _read_row_of_pickles(file: Path, window: _Reader) -> Contents:
 
     class Row(SafeUnpickler):
         def persistent_load(self, reference: Any) -> StorageReference:
-            found = super().persistent_load(reference)
-            element_bytes[found.key] = 1 if found.dtype is None else found.dtype.itemsize
-            return found
+            storage = super().persistent_load(reference)
+            element_bytes[storage.key] = 1 if storage.dtype is None else storage.dtype.itemsize
+            return storage
 
     def load() -> Any:
         return Row(window, str(file)).load()
@@ -193,12 +193,12 @@ def require_intact(file: Path, extent: Extent) -> None:
     if extent.crc is None:
         return
     block = memoryview(bytearray(min(BLOCK_BYTES, extent.num_bytes)))
-    found = 0
+    actual = 0
     for begin in range(0, extent.num_bytes, BLOCK_BYTES):
         part = block[: extent.num_bytes - begin]
         read_range(file, extent.offset + begin, part, None)
-        found = zlib.crc32(part, found)
-    _require_crc(file, extent.offset, extent.num_bytes, found, extent.crc)
+        actual = zlib.crc32(part, actual)
+    _require_crc(file, extent.offset, extent.num_bytes, actual, extent.crc)
 
 
 def read_range(file: Path, offset: int, target: memoryview, crc: int | None) -> None:
@@ -206,7 +206,7 @@ def read_range(file: Path, offset: int, target: memoryview, crc: int | None) -> 
 
     Raises CheckpointError when the file cannot be read, ends before, or the checksum is another.
     """
-    found, position, rest = 0, offset, target
+    actual, position, rest = 0, offset, target
     try:
         with file.open("rb", buffering=0) as stream:
             while rest:
@@ -215,14 +215,14 @@ def read_range(file: Path, offset: int, target: memoryview, crc: int | None) -> 
                     raise CheckpointError(f"{file}: truncated: it ends at byte {position}, within a tensor")
                 if crc is not None:
                     # CRC-32 is computed block by block, while the bytes are in the cache.
-                    found = zlib.crc32(rest[:count], found)
+                    actual = zlib.crc32(rest[:count], actual)
                 rest, position = rest[count:], position + count
     except OSError as error:
         raise CheckpointError(f"{file}: cannot be read: {error.strerror or error}") from error
     if crc is not None:
-        _require_crc(file, offset, len(target), found, crc)
+        _require_crc(file, offset, len(target), actual, crc)
 
 
-def _require_crc(file: Path, offset: int, num_bytes: int, found: int, expected: int) -> None:
-    if found != expected:
+def _require_crc(file: Path, offset: int, num_bytes: int, actual: int, expected: int) -> None:
+    if actual != expected:
         raise CheckpointError(f"{file}: damaged: the checksum of the {num_bytes} bytes at {offset} does not match")

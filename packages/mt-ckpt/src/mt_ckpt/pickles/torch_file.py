@@ -121,13 +121,13 @@ def _replace(value: Any, locate: Callable[[TensorReference], StoredTensor]) -> A
 
 def tensors_in(value: Any, prefix: str = "") -> dict[str, StoredTensor]:
     """Every tensor in nested dictionaries, by the keys on the way to it with dots between."""
-    found: dict[str, StoredTensor] = {}
+    tensors: dict[str, StoredTensor] = {}
     for key, entry in value.items():
         if isinstance(entry, StoredTensor):
-            found[f"{prefix}{key}"] = entry
+            tensors[f"{prefix}{key}"] = entry
         elif isinstance(entry, dict):
-            found.update(tensors_in(entry, f"{prefix}{key}."))
-    return found
+            tensors.update(tensors_in(entry, f"{prefix}{key}."))
+    return tensors
 
 
 def contiguous_stride(shape: Sequence[int]) -> tuple[int, ...]:

@@ -62,9 +62,9 @@ class Awq:
             roles["qzeros"] = f"{module}.qzeros"
             require_dtype(roles["qzeros"], tensors.infos[roles["qzeros"]], torch.int32)
             require_shape(roles["qzeros"], tensors.infos[roles["qzeros"]], (inputs // group, info.shape[1]), of=of)
-        made = TensorInfo((outputs, inputs), scales.dtype)
+        weight_info = TensorInfo((outputs, inputs), scales.dtype)
         kind = f"int4{' with zero points' if 'qzeros' in roles else ''}, groups of {group}"
-        return QuantizedWeight(f"{module}.weight", made, roles, AwqFill(group), kind, {"scales": "positive"})
+        return QuantizedWeight(f"{module}.weight", weight_info, roles, AwqFill(group), kind, {"scales": "positive"})
 
 
 @dataclass(frozen=True)

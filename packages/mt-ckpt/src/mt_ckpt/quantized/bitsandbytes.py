@@ -57,9 +57,11 @@ class BitsAndBytes:
         layout = f"{module}.weight_format"
         if layout in tensors.infos and int(tensors.read(layout).reshape(-1)[0]) != 0:
             raise CheckpointError(f"{layout}: weights in an order of a device are not supported; 0, rows, is")
-        made = TensorInfo(info.shape, self.dtype)
+        weight_info = TensorInfo(info.shape, self.dtype)
         roles = {"weight": name, "SCB": scale}
-        return QuantizedWeight(name, made, roles, eight_bit_fill, "int8, a scale for the row", {"SCB": "not negative"})
+        return QuantizedWeight(
+            name, weight_info, roles, eight_bit_fill, "int8, a scale for the row", {"SCB": "not negative"}
+        )
 
 
 def eight_bit_fill(values: Tensor, parts: Parts) -> None:
@@ -90,9 +92,9 @@ def _four_bits(tensors: ExternalTensors, name: str, kind: str) -> QuantizedWeigh
         require_dtype(roles["absmax"], infos["absmax"], torch.uint8)
         require_shape(roles["nested"], infos["nested"], (math.ceil(blocks / int(state["nested_blocksize"])),), of=of)
         require_shape(roles["nested_map"], infos["nested_map"], (256,), of=of)
-    made = TensorInfo(shape, DTYPES[state["dtype"]])
+    weight_info = TensorInfo(shape, DTYPES[state["dtype"]])
     label = f"{kind}, blocks of {state['blocksize']}{', nested scales' if 'nested' in roles else ''}"
-    return QuantizedWeight(name, made, roles, FourBitFill(state), label, ranges)
+    return QuantizedWeight(name, weight_info, roles, FourBitFill(state), label, ranges)
 
 
 def _state(tensors: ExternalTensors, name: str) -> dict[str, Any]:

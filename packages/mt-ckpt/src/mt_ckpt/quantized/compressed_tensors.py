@@ -186,8 +186,8 @@ def _integer_packed(tensors: ExternalTensors, module: str, group: Arguments) -> 
         require_shape(roles[ZERO], zeros, *wide, *shapes, of=f"{module}.weight {[rows, columns]}")
     fill = IntegerFill(group, dense=info.shape[1] == dense)
     kind = f"int{group.bits}{'' if group.symmetric else ' with zero points'}, {_strategy(group)}"
-    made = TensorInfo((rows, columns), scale_info.dtype)
-    return QuantizedWeight(f"{module}.weight", made, roles, fill, kind, {SCALE: "positive"})
+    weight_info = TensorInfo((rows, columns), scale_info.dtype)
+    return QuantizedWeight(f"{module}.weight", weight_info, roles, fill, kind, {SCALE: "positive"})
 
 
 def _stored_shape(tensors: ExternalTensors, name: str, packed: TensorInfo) -> tuple[int, int]:
@@ -255,8 +255,8 @@ class PlainFill:
             scale = decode_e8m0(scale).to(torch.bfloat16)
         stored = {"weight": parts["weight"], SCALE: scale} | ({} if zeros is None else {ZERO: zeros})
         stacked = [role for role, part in stored.items() if part.ndim == values.ndim]
-        for matrix, own in matrices(values, stored, stacked):
-            self._fill(matrix, own["weight"], own[SCALE], own.get(ZERO), parts)
+        for matrix, matrix_parts in matrices(values, stored, stacked):
+            self._fill(matrix, matrix_parts["weight"], matrix_parts[SCALE], matrix_parts.get(ZERO), parts)
 
     def _fill(self, values: Tensor, weight: Tensor, scale: Tensor, zeros: Tensor | None, parts: Parts) -> None:
         rows, columns = values.shape
@@ -336,9 +336,9 @@ def scheme_of(config: Mapping[str, Any]) -> CompressedTensors:
     """Raises ConfigError for formats and settings that are not supported."""
     status, layout = config.get("quantization_status", "compressed"), config.get("format", "dense")
     sparsity = (config.get("sparsity_config") or {}).get("format", "dense")
-    if (found := next((name for name in (layout, sparsity) if name in SPARSE), None)) is not None:
+    if (sparse := next((name for name in (layout, sparsity) if name in SPARSE), None)) is not None:
         raise ConfigError(
-            f"quantization_config: the format {found!r} of sparse matrices is not supported; it is gone from "
+            f"quantization_config: the format {sparse!r} of sparse matrices is not supported; it is gone from "
             f"compressed-tensors 0.20 too; formats that are: {', '.join((*PACKED_FORMATS, *PLAIN_FORMATS))}"
         )
     if config.get("transform_config"):

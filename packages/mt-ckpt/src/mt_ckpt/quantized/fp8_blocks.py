@@ -107,8 +107,8 @@ class BlockFill:
         scale = decode_e8m0(scale) if scale.dtype in EXPONENTS else scale.float()
         lead = values.shape[:-2]
         grid = scale.reshape(*lead, *scale.shape[-2:]) if self.block else _one_each(scale, lead)
-        for matrix, own in matrices(values, {"weight": parts["weight"], "scale": grid}, self.stacked):
-            self._fill(matrix, own["weight"], own["scale"])
+        for matrix, matrix_parts in matrices(values, {"weight": parts["weight"], "scale": grid}, self.stacked):
+            self._fill(matrix, matrix_parts["weight"], matrix_parts["scale"])
 
     def _fill(self, matrix: Tensor, weight: Tensor, grid: Tensor) -> None:
         rows, columns = matrix.shape

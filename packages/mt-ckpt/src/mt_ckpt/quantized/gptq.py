@@ -65,16 +65,16 @@ class Gptq:
         if f"{module}.g_idx" in tensors.infos:
             roles["g_idx"] = f"{module}.g_idx"
             require_shape(roles["g_idx"], tensors.infos[roles["g_idx"]], (inputs,), of=of)
-        made = TensorInfo((outputs, inputs), infos["scales"].dtype)
+        weight_info = TensorInfo((outputs, inputs), infos["scales"].dtype)
         size = f"groups of {group}" if group != -1 else "a scale for the row"
         fill = GptqFill(bits, inputs if group == -1 else group, self.zeros_less_one)
         kind = f"int{bits} with zero points, {size}"
-        return QuantizedWeight(f"{module}.weight", made, roles, fill, kind, {"scales": "positive"})
+        return QuantizedWeight(f"{module}.weight", weight_info, roles, fill, kind, {"scales": "positive"})
 
     def _settings(self, module: str) -> tuple[int, int]:
-        for pattern, own in self.dynamic:
+        for pattern, overrides in self.dynamic:
             if re.match(pattern.removeprefix("+:"), module):
-                return int(own.get("bits", self.bits)), int(own.get("group_size", self.group))
+                return int(overrides.get("bits", self.bits)), int(overrides.get("group_size", self.group))
         return self.bits, self.group
 
 
@@ -119,8 +119,15 @@ def scheme_of(config: Mapping[str, Any]) -> Gptq:
         raise ConfigError(f"quantization_config.pack_dtype={pack!r} is not supported; it can be 'int32'")
     if (packing := (config.get("meta") or {}).get("packing") or config.get("packing") or "original") != "original":
         raise ConfigError(f"quantization_config: the packing {packing!r} of GPTQ is not supported")
-    dynamic = {pattern: own for pattern, own in (config.get("dynamic") or {}).items() if not pattern.startswith("-:")}
-    for bits in {int(config.get("bits", 4)), *(int(own["bits"]) for own in dynamic.values() if "bits" in own)}:
+    dynamic = {
+        pattern: overrides
+        for pattern, overrides in (config.get("dynamic") or {}).items()
+        if not pattern.startswith("-:")
+    }
+    for bits in {
+        int(config.get("bits", 4)),
+        *(int(overrides["bits"]) for overrides in dynamic.values() if "bits" in overrides),
+    }:
         if bits not in BITS:
             raise ConfigError(f"quantization_config.bits={bits} of GPTQ is not supported; it can be {BITS}")
     return Gptq(

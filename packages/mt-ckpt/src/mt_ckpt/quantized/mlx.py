@@ -94,10 +94,10 @@ class MlxFill:
         for part in row_slices(*flat.shape):
             numbers = self._numbers(packed[part], flat.shape[1]).unflatten(1, (-1, self.settings.group))
             if biases is not None:
-                made = numbers.to(flat.dtype) * scales[part][:, :, None] + biases[part][:, :, None]
+                decoded = numbers.to(flat.dtype) * scales[part][:, :, None] + biases[part][:, :, None]
             else:
-                made = numbers * self.factors(scales[part])[:, :, None]
-            flat[part] = made.flatten(1).to(flat.dtype)
+                decoded = numbers * self.factors(scales[part])[:, :, None]
+            flat[part] = decoded.flatten(1).to(flat.dtype)
 
     def _numbers(self, packed: Tensor, columns: int) -> Tensor:
         data = packed.contiguous().view(torch.uint8)
@@ -114,9 +114,11 @@ class MlxFill:
 
 def scheme_of(config: Mapping[str, Any], dtype: torch.dtype) -> Mlx:
     """config: `quantization` of config.json. Raises ConfigError."""
-    paths = {name: own for name, own in config.items() if name not in KEYS and isinstance(own, Mapping)}
+    paths = {
+        name: overrides for name, overrides in config.items() if name not in KEYS and isinstance(overrides, Mapping)
+    }
     default = _settings(config)
-    return Mlx(default, {name: _settings({**_plain(config), **own}) for name, own in paths.items()}, dtype)
+    return Mlx(default, {name: _settings({**_plain(config), **overrides}) for name, overrides in paths.items()}, dtype)
 
 
 def _plain(config: Mapping[str, Any]) -> dict[str, Any]:

@@ -113,15 +113,15 @@ def encode(quantizer: Quantizer, weight: Tensor, largest: float | None = None) -
     """All parts of a weight [out, in]. largest: magnitude that a global scale is made for; None: the weight's own."""
     most = largest_of(weight) if largest is None else largest
     infos = quantizer.parts(TensorInfo(tuple(weight.shape), weight.dtype))
-    made = {name: torch.empty(info.shape, dtype=info.dtype) for name, info in infos.items()}
-    made |= quantizer.whole(tuple(weight.shape), most)
+    parts = {name: torch.empty(info.shape, dtype=info.dtype) for name, info in infos.items()}
+    parts |= quantizer.whole(tuple(weight.shape), most)
     for rows in _slices(*weight.shape):
         for name, part in quantizer.encode_rows(weight[rows].float(), weight.dtype, most).items():
             dim = quantizer.rows_dim
             # Exact but for parts whose last element stands for fewer rows, which rounding down leaves in their place.
-            start = rows.start * made[name].shape[dim] // len(weight)
-            made[name].narrow(dim, start, part.shape[dim]).copy_(part)
-    return made
+            start = rows.start * parts[name].shape[dim] // len(weight)
+            parts[name].narrow(dim, start, part.shape[dim]).copy_(part)
+    return parts
 
 
 def largest_of(weight: Tensor) -> float:

@@ -137,10 +137,10 @@ def _affine(
     for role in ("scale", "zero_point"):
         if role in parts and math.prod(infos[role].shape) != math.prod(grid):
             require_shape(parts[role], infos[role], grid, of=f"{name} {list(shape)}")
-    made = TensorInfo(shape, _dtype(data, "dtype", infos["scale"].dtype))
+    weight_info = TensorInfo(shape, _dtype(data, "dtype", infos["scale"].dtype))
     said = data.get("target_dtype")
     kind = str(said.get("_data") if isinstance(said, Mapping) else said or "int8")
-    return _with_inputs(name, made, parts, infos, AffineFill(block), kind + _of(block), {"scale": "positive"})
+    return _with_inputs(name, weight_info, parts, infos, AffineFill(block), kind + _of(block), {"scale": "positive"})
 
 
 def _int4(
@@ -154,8 +154,10 @@ def _int4(
     require_shape(
         parts["scale"], infos["scale"], (*shape[:-2], shape[-1] // group, shape[-2]), of=f"{name} {list(shape)}"
     )
-    made = TensorInfo(shape, infos["scale"].dtype)
-    return _with_inputs(name, made, parts, infos, Int4Fill(group), f"int4, groups of {group}", {"scale": "positive"})
+    weight_info = TensorInfo(shape, infos["scale"].dtype)
+    return _with_inputs(
+        name, weight_info, parts, infos, Int4Fill(group), f"int4, groups of {group}", {"scale": "positive"}
+    )
 
 
 def _mx(
@@ -166,10 +168,10 @@ def _mx(
     shape = info.shape if floats else (*info.shape[:-1], 2 * info.shape[-1])
     require_dtype(parts["scale"], infos["scale"], torch.float8_e8m0fnu, torch.uint8)
     require_shape(parts["scale"], infos["scale"], (*shape[:-1], shape[-1] // group), of=f"{name} {list(shape)}")
-    made = TensorInfo(shape, _dtype(data, "orig_dtype", dtype))
+    weight_info = TensorInfo(shape, _dtype(data, "orig_dtype", dtype))
     return QuantizedWeight(
         name,
-        made,
+        weight_info,
         parts,
         ScaledFill(group),
         f"mx {'e4m3' if floats else 'e2m1'}, groups of {group}",
@@ -183,8 +185,10 @@ def _nvfp4(
     shape, group = (*infos["qdata"].shape[:-1], 2 * infos["qdata"].shape[-1]), int(data.get("block_size", 16))
     require_dtype(parts["scale"], infos["scale"], torch.float8_e4m3fn)
     require_shape(parts["scale"], infos["scale"], (*shape[:-1], shape[-1] // group), of=f"{name} {list(shape)}")
-    made = TensorInfo(shape, _dtype(data, "orig_dtype", dtype))
-    return QuantizedWeight(name, made, parts, ScaledFill(group), f"nvfp4, groups of {group}", {"scale": "not negative"})
+    weight_info = TensorInfo(shape, _dtype(data, "orig_dtype", dtype))
+    return QuantizedWeight(
+        name, weight_info, parts, ScaledFill(group), f"nvfp4, groups of {group}", {"scale": "not negative"}
+    )
 
 
 def _of(block: tuple[int, ...]) -> str:

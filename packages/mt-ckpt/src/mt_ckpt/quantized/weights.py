@@ -139,8 +139,8 @@ def matrices(values: Tensor, parts: Parts, stacked: Iterable[str]) -> Iterator[t
         yield values, dict(parts)
         return
     for index in range(values.shape[0]):
-        own = {role: part[index] if role in stacked else part for role, part in parts.items()}
-        yield from matrices(values[index], own, stacked)
+        matrix_parts = {role: part[index] if role in stacked else part for role, part in parts.items()}
+        yield from matrices(values[index], matrix_parts, stacked)
 
 
 def require(tensors: ExternalTensors, weight: str, name: str) -> TensorInfo:

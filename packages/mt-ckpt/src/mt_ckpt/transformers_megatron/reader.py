@@ -68,8 +68,8 @@ def canonical(theirs: str, first_layer: int) -> str | None:
     if match is None:
         return None
     inside = match[2].replace(OLD_ATTENTION, "self_attention.", 1) if match[2].startswith(OLD_ATTENTION) else match[2]
-    found = next((ours for ours, there in IN_LAYER.items() if there == inside), None)
-    return found and f"decoder.layers.{first_layer + int(match[1])}.{found}.{match[3]}"
+    module = next((ours for ours, there in IN_LAYER.items() if there == inside), None)
+    return module and f"decoder.layers.{first_layer + int(match[1])}.{module}.{match[3]}"
 
 
 def cut_along(theirs: str) -> int | None:
@@ -174,20 +174,20 @@ def by_head(rows: Tensor, heads: int, version: float) -> Tensor:
 def _collect(stages: Sequence[Sequence[Mapping[str, Any]]], model: Mapping[str, Any]) -> dict[str, _Cut]:
     # The tool divides layers evenly, and numbers them from 0 on each stage.
     per_stage = model["num_layers"] // len(stages)
-    found: dict[str, _Cut] = {}
+    cuts: dict[str, _Cut] = {}
     for number, ranks in enumerate(stages):
         key = ENCODER if _inside(ranks[0], ENCODER) else OLD_ENCODER
         for theirs in _inside(ranks[0], key):
             ours = canonical(theirs, number * per_stage)
             if ours is None:
                 raise CheckpointError(f"{'.'.join(key)} has {theirs}, which GPT-2 does not have")
-            found[MODEL + ours] = _Cut(_parts(ranks, key, theirs), cut_along(theirs))
+            cuts[MODEL + ours] = _Cut(_parts(ranks, key, theirs), cut_along(theirs))
     first, last = stages[0], stages[-1]
     words = _Cut(_parts(first, (*EMBEDDING, "word_embeddings"), "weight"), 0, model["vocab_size"])
     _require_same_head(words, last)
-    found[MODEL + WORDS] = words
-    found[MODEL + POSITIONS] = _Cut(_parts(first, (*EMBEDDING, "position_embeddings"), "weight"), None)
-    return found
+    cuts[MODEL + WORDS] = words
+    cuts[MODEL + POSITIONS] = _Cut(_parts(first, (*EMBEDDING, "position_embeddings"), "weight"), None)
+    return cuts
 
 
 def _require_same_head(words: _Cut, last: Sequence[Mapping[str, Any]]) -> None:

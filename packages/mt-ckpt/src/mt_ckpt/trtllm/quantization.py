@@ -221,12 +221,12 @@ class Fp8(_Defaults):
         most = torch.stack([part.float().abs().amax() for part in linear.parts]).amax()
         scale = _nonzero(most / E4M3_MAX)
         weights = [(part.float() / scale).clamp_(-E4M3_MAX, E4M3_MAX).to(torch.float8_e4m3fn) for part in linear.parts]
-        given = torch.full((1,), linear.input_scale or 1.0, device=scale.device)
+        input_scale = torch.full((1,), linear.input_scale or 1.0, device=scale.device)
         number = len(weights)
         return {
             "weight": weights,
             "weights_scaling_factor": [scale.reshape(1)] * number,
-            "activation_scaling_factor": [given] * number,
+            "activation_scaling_factor": [input_scale] * number,
         }
 
 

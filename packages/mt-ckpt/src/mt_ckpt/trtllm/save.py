@@ -120,12 +120,12 @@ class Stage:
 
     def infos(self, rank: int) -> dict[str, TensorInfo]:
         """What the file of a rank holds, in the order of writing."""
-        found = {
+        infos = {
             name: TensorInfo(tuple(parts[rank].shape), parts[rank].dtype)
-            for made in self._empty.values()
-            for name, parts in made.items()
+            for tensors in self._empty.values()
+            for name, parts in tensors.items()
         }
-        return align(found)
+        return align(infos)
 
     def values(self, order: list[str]) -> Iterator[list[Tensor]]:
         """For each name in the order of the files, the parts of all ranks. Files have larger elements first, so that
@@ -179,15 +179,15 @@ class Stage:
 
     def _quantized(self, ours: str, parts: Parts, *, cut_inputs: bool) -> Parts:
         """The parts of a matrix in the scheme, with the scale of keys and values beside the weight that makes them."""
-        made: Parts = {}
+        encoded: Parts = {}
         for name, matrices in parts.items():
-            made |= self._encoded(ours, name, matrices, cut_inputs=cut_inputs)
+            encoded |= self._encoded(ours, name, matrices, cut_inputs=cut_inputs)
         if self._quantization.kv_cache and ours.endswith(QUERY_KEY_VALUE):
             (name,) = parts
             # As ModelOpt does: 1 unless something of the cache was larger than FP8's largest number.
             scale = max(1.0, (self._scales and self._scales.of_cache(ours)) or 1.0)
-            made[name.replace("qkv.weight", "kv_cache_scaling_factor")] = [torch.tensor([scale])] * self.tp
-        return made
+            encoded[name.replace("qkv.weight", "kv_cache_scaling_factor")] = [torch.tensor([scale])] * self.tp
+        return encoded
 
     def _encoded(self, ours: str, name: str, matrices: list[Tensor], *, cut_inputs: bool) -> Parts:
         scheme = self._quantization.linear
