@@ -91,13 +91,13 @@ def _other_programs(
 
 
 def _definitions(texts: list[str]) -> dict[str, str]:
-    found = {}
+    definitions = {}
     for text in texts:
         name, equals, value = text.partition("=")
         if not equals or not name:
             raise ConfigError(f"--define {text}: expected NAME=VALUE")
-        found[name] = value
-    return found
+        definitions[name] = value
+    return definitions
 
 
 def _finish(result: ImportResult, output: Path | None, allowed: list[str], host: PluginHost, *, as_json: bool) -> None:

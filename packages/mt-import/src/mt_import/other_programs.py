@@ -53,13 +53,13 @@ FINETUNING_KEYS: Mapping[str, str] = {
 class Options:
     """Options of a program by name without hyphens in front; `take` gives and remembers it."""
 
-    given: dict[str, list[str]]
+    values: dict[str, list[str]]
     taken: set[str] = field(default_factory=set)
 
     def take(self, *names: str) -> list[str] | None:
         """The values of the first of these names that was given; all of them count as answered."""
         self.taken.update(names)
-        return next((self.given[name] for name in names if name in self.given), None)
+        return next((self.values[name] for name in names if name in self.values), None)
 
     def one(self, *names: str) -> str | None:
         values = self.take(*names)
@@ -72,7 +72,7 @@ class Options:
         return value
 
     def rest(self) -> list[str]:
-        return [f"--{name}" for name in self.given if name not in self.taken]
+        return [f"--{name}" for name in self.values if name not in self.taken]
 
 
 @dataclass(frozen=True)
@@ -110,7 +110,7 @@ def answer_script(path: Path, define: Mapping[str, str], arguments: Sequence[str
 def answer_words(words: Sequence[str], program: str | None = None) -> Answer:
     """The command of mt for the arguments of one of these programs. Raises ConfigError."""
     options = Options(_by_name(words))
-    if program in CONVERTERS or (program is None and "task" not in options.given):
+    if program in CONVERTERS or (program is None and "task" not in options.values):
         return Answer(_conversion(options), options.rest())
     task = options.required(TASKS_SCRIPT, "task")
     if task not in TASKS:
@@ -136,15 +136,15 @@ def _arguments(command: Command, unknowns: Unknowns) -> list[str]:
 
 
 def _by_name(words: Sequence[str]) -> dict[str, list[str]]:
-    found: dict[str, list[str]] = {}
+    options: dict[str, list[str]] = {}
     values: list[str] = []
     for word in words:
         if word.startswith("--"):
             name, equals, value = word[2:].partition("=")
-            values = found[name.replace("_", "-")] = [value] if equals else []
+            values = options[name.replace("_", "-")] = [value] if equals else []
         else:
             values.append(word)
-    return found
+    return options
 
 
 def _conversion(options: Options) -> list[str]:
@@ -201,11 +201,11 @@ def _classification(options: Options, task: str) -> list[str]:
 
 def _named(paths: Sequence[str]) -> dict[str, str]:
     """Names of development sets: those of the files, numbered where two are alike."""
-    found: dict[str, str] = {}
+    named: dict[str, str] = {}
     for path in paths:
         name = Path(path).stem.replace("-", "_").replace("$", "") or "valid"
-        found[name if name not in found else f"{name}_{len(found)}"] = path
-    return found
+        named[name if name not in named else f"{name}_{len(named)}"] = path
+    return named
 
 
 def _perplexity(options: Options, task: str) -> list[str]:

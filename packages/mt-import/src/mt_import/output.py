@@ -60,9 +60,9 @@ def launch_line(result: ImportResult, path: Path | None) -> str:
 
 
 def _processes(processes: Processes) -> list[str]:
-    one = processes.nnodes == 1
-    words = [] if processes.nproc == 1 and one else ["--nproc", str(processes.nproc or "PROCESSES")]
-    if one:
+    single_node = processes.nnodes == 1
+    words = [] if processes.nproc == 1 and single_node else ["--nproc", str(processes.nproc or "PROCESSES")]
+    if single_node:
         return words
     words += ["--nnodes", str(processes.nnodes or "MACHINES"), "--node-rank", processes.node_rank or "RANK"]
     words += ["--master-addr", processes.master_addr or "ADDRESS", "--master-port", processes.master_port or "PORT"]
@@ -85,7 +85,7 @@ def report_text(result: ImportResult, path: Path | None) -> str:
     """path: of the configuration that is written, for the launch line."""
     lines = [result.source]
     for status, title in TITLES.items():
-        lines += _part(title, [(one.words, _outcome(one)) for one in result.of_status(status)])
+        lines += _part(title, [(account.words, _outcome(account)) for account in result.of_status(status)])
     lines += _part(WRITTEN, [(key, shown(value)) for key, value in result.written_out.items()])
     lines += [f"\nnote: {note}" for note in result.notes]
     return "\n".join([*lines, "", launch_line(result, path)])

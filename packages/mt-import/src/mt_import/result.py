@@ -54,7 +54,11 @@ class ImportResult:
         """What cannot be done and is not in `allowed`: names as typed, with or without dashes, or `all`."""
         names = {name.lstrip("-") for name in allowed}
         refused = self.of_status("refused")
-        return [] if ALL in names else [one for one in refused if one.words.split()[0].lstrip("-") not in names]
+        return (
+            []
+            if ALL in names
+            else [account for account in refused if account.words.split()[0].lstrip("-") not in names]
+        )
 
 
 def result_of(translation: Translation, source: str, processes: Processes, notes: Sequence[str] = ()) -> ImportResult:
@@ -75,20 +79,20 @@ _VERSIONS = {"main": "main branch", "0.12": "core 0.12"}
 
 def _notes(translation: Translation) -> list[str]:
     """What a user should know of the run beside its configuration."""
-    found, entry = [], translation.entry
+    notes, entry = [], translation.entry
     if entry.fixed_sections:
-        found.append(f"{', '.join(f'[{name}]' for name in entry.fixed_sections)}: {entry.fixed}")
-    found += _notes_on_start(translation.values, translation.sections.get("checkpoint", {}))
+        notes.append(f"{', '.join(f'[{name}]' for name in entry.fixed_sections)}: {entry.fixed}")
+    notes += _notes_on_start(translation.values, translation.sections.get("checkpoint", {}))
     if (translation.sections.get("model", {}).get("moe") or {}).get("moe_token_dispatcher_type") == "flex":
-        found.append("moe_token_dispatcher_type=flex needs DeepEP or HybridEP on the machines that train")
+        notes.append("moe_token_dispatcher_type=flex needs DeepEP or HybridEP on the machines that train")
     if translation.values["profile"] and not translation.values["use_pytorch_profiler"]:
-        found.append(
+        notes.append(
             "--profile without --use-pytorch-profiler has nsys record steps; here torch's profiler does, and "
             "mt profile RUN/profile shows them"
         )
     if (rows := translation.padded_vocab_size) is not None:
-        found.append(f"the vocabulary is padded to {rows} rows, as Megatron's; their logits do not count in the loss")
-    return found
+        notes.append(f"the vocabulary is padded to {rows} rows, as Megatron's; their logits do not count in the loss")
+    return notes
 
 
 def _notes_on_start(values: Mapping[str, Any], checkpoint: Mapping[str, Any]) -> Iterator[str]:

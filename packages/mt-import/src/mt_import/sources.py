@@ -163,7 +163,7 @@ def _words(values: Mapping[str, Any]) -> list[str]:
 def _texts(option: str, value: Any) -> list[str]:
     """Values in brackets are several, as a list is; others only of options that take several."""
     if isinstance(value, list):
-        return [text for one in value for text in str(one).split()]
+        return [text for entry in value for text in str(entry).split()]
     # A shell takes the backslashes away before Megatron sees the value.
     text = _ESCAPES.sub("", str(value).strip())
     if text.startswith("[") and text.endswith("]") and not _is_pattern(option):

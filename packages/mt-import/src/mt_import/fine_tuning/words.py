@@ -36,7 +36,7 @@ class Program:
 
     name: str
     same: Mapping[str, str]
-    made: Mapping[str, Translate]
+    translated: Mapping[str, Translate]
     idle: Mapping[str, str]
     refused: Mapping[str, str]
     defaults: Callable[[Fields], Mapping[str, Any]]
@@ -64,9 +64,9 @@ def _account(program: Program, name: str, value: Any, fields: Fields) -> Account
     words = f"{name} {value}"
     if name in program.same:
         return Account(words, "translated", {program.same[name]: value}, "")
-    if name in program.made:
+    if name in program.translated:
         try:
-            keys = program.made[name](value, fields)
+            keys = program.translated[name](value, fields)
         except ConfigError as error:
             return Account(words, "refused", {}, str(error))
         return Account(words, "translated", dict(keys), "") if keys else Account(words, "no effect", {}, "it is off")

@@ -76,7 +76,7 @@ def compute(text: str, variables: Variables, depth: int = 0) -> int:
 
 def assigned_names(text: str) -> set[str]:
     """The variables that an expression assigns."""
-    return {name for found in _ASSIGNED.findall(text) for name in found if name}
+    return {name for groups in _ASSIGNED.findall(text) for name in groups if name}
 
 
 class _Expression:
@@ -102,27 +102,27 @@ class _Expression:
 
     def value(self) -> int:
         # No expression at all is 0.
-        found = self.listed() if self.tokens else 0
+        value = self.listed() if self.tokens else 0
         if self.at < len(self.tokens):
             raise ValueError(f"{self.peek()} follows the expression")
-        return found
+        return value
 
     def listed(self) -> int:
-        found = self.assignment()
+        value = self.assignment()
         while self.peek() == ",":
             self.take()
-            found = self.assignment()
-        return found
+            value = self.assignment()
+        return value
 
     def assignment(self) -> int:
         if not (_NAME.fullmatch(self.peek()) and self.peek(1) in _ASSIGNMENTS):
             return self.conditional()
         name, sign = self.take(), self.take()
-        found = self.assignment()
+        value = self.assignment()
         if sign != "=":
-            found = _wrapped(_OPERATIONS[sign[:-1]](self.of_variable(name), found))
-        self.variables.set(name, str(found))
-        return found
+            value = _wrapped(_OPERATIONS[sign[:-1]](self.of_variable(name), value))
+        self.variables.set(name, str(value))
+        return value
 
     def conditional(self) -> int:
         condition = self.binary(0)
@@ -137,11 +137,11 @@ class _Expression:
     def binary(self, level: int) -> int:
         if level == len(_LEVELS):
             return self.power()
-        found = self.binary(level + 1)
+        value = self.binary(level + 1)
         while self.peek() in _LEVELS[level]:
             sign = self.take()
-            found = _wrapped(int(_OPERATIONS[sign](found, self.binary(level + 1))))
-        return found
+            value = _wrapped(int(_OPERATIONS[sign](value, self.binary(level + 1))))
+        return value
 
     def power(self) -> int:
         base = self.unary()
@@ -167,25 +167,25 @@ class _Expression:
     def primary(self) -> int:
         token = self.take()
         if token == "(":
-            found = self.listed()
+            value = self.listed()
             self.expect(")")
-            return found
+            return value
         if MARK.fullmatch(token):
             raise UnknownError(token)
         if not _NAME.fullmatch(token):
             return _number(token)
-        found = self.of_variable(token)
+        value = self.of_variable(token)
         if self.peek() in ("++", "--"):
             self.changed(token, self.take())
-        return found
+        return value
 
     def changed(self, name: str, sign: str) -> int:
         """++ and --: the new value"""
         if not _NAME.fullmatch(name):
             raise ValueError(f"{sign} of {name}")
-        found = self.of_variable(name) + (1 if sign == "++" else -1)
-        self.variables.set(name, str(found))
-        return found
+        value = self.of_variable(name) + (1 if sign == "++" else -1)
+        self.variables.set(name, str(value))
+        return value
 
     def of_variable(self, name: str) -> int:
         value = self.variables.get(name)
@@ -198,14 +198,14 @@ class _Expression:
 
 
 def _tokens(text: str) -> list[str]:
-    found, at, text = [], 0, text.strip()
+    tokens, at, text = [], 0, text.strip()
     while at < len(text):
         match = _TOKEN.match(text, at)
         if match is None:
             raise ValueError(f"{text[at:]} is no arithmetic")
-        found.append(match[1])
+        tokens.append(match[1])
         at = match.end()
-    return found
+    return tokens
 
 
 def _number(token: str) -> int:

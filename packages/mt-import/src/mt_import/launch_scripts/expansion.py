@@ -59,8 +59,8 @@ def _braces(word: Word) -> str | None:
     """The first {a,b} or {1..9} that is not quoted."""
     texts = [(part.text, part.quoted) if isinstance(part, Text) else ("$", True) for part in word]
     # What is quoted or expanded stays in its place but opens and separates nothing.
-    found = _BRACES.search("".join("_" * len(text) if quoted else text for text, quoted in texts))
-    return "".join(text for text, _ in texts)[found.start() : found.end()] if found else None
+    match = _BRACES.search("".join("_" * len(text) if quoted else text for text, quoted in texts))
+    return "".join(text for text, _ in texts)[match.start() : match.end()] if match else None
 
 
 def _pieces(part: Text | Parameter | Arithmetic | Substitution, variables: Variables) -> Iterator[str | None]:
@@ -212,10 +212,10 @@ def _with_default(part: Parameter, value: Value | None, variables: Variables) ->
         return "" if value is None or part.operator.endswith("+") else value
     if part.operator.endswith("?"):
         return variables.missing(part.name)
-    found = expand_text(part.argument, variables)
+    default = expand_text(part.argument, variables)
     if part.operator.endswith("="):
-        variables.set(part.name, found)
-    return found
+        variables.set(part.name, default)
+    return default
 
 
 def _changed(part: Parameter, value: str, variables: Variables) -> str:
@@ -273,9 +273,9 @@ def arithmetic(text: str, variables: Variables) -> str:
         return str(compute(text, variables))
     except (ValueError, ZeroDivisionError):
         shown = f"$(({variables.unknowns.readable(text).strip()}))"
-        found = variables.unknowns.mark(shown, f"{shown} is not read: give --define for its variable")
+        value = variables.unknowns.mark(shown, f"{shown} is not read: give --define for its variable")
     except UnknownError as unknown:
-        found = str(unknown)
+        value = str(unknown)
     for name in assigned_names(text):
-        variables.set(name, found)
-    return found
+        variables.set(name, value)
+    return value

@@ -65,8 +65,8 @@ def read_launch(
     Raises ConfigError when there is none, or several, or a condition that the text does not decide leads to it.
     """
     read = read_script(path, define, arguments)
-    if not read.commands and program is None and (found := _argument_list(read.values)) is not None:
-        return found, read.unknowns
+    if not read.commands and program is None and (argument_list := _argument_list(read.values)) is not None:
+        return argument_list, read.unknowns
     command = _the_command(path, read, known_scripts, program)
     if command.undecided is not None and program is None:
         raise ConfigError(
@@ -78,9 +78,11 @@ def read_launch(
 
 def _argument_list(values: Mapping[str, Value]) -> ArgumentList | None:
     """The variables that hold arguments of a model. One whose words another one repeats is left out."""
-    found = {name: _words_of(value) for name, value in values.items()}
+    variables = {name: _words_of(value) for name, value in values.items()}
     options = {
-        name: words for name, words in found.items() if words and (words[0].startswith("--") or MARK.match(words[0]))
+        name: words
+        for name, words in variables.items()
+        if words and (words[0].startswith("--") or MARK.match(words[0]))
     }
     if not any(SIZE_OPTION in words for words in options.values()):
         return None
@@ -109,25 +111,25 @@ def _the_command(path: Path, read: ReadScript, known_scripts: Sequence[str], pro
     if program is not None:
         return _the_named_command(path, read, program)
     known = [command for command in read.commands if _script(command).rpartition("/")[2] in known_scripts]
-    found = known or read.commands
-    if not found:
+    chosen = known or read.commands
+    if not chosen:
         ended = f"; it ends with the exit in line {read.ended}" if read.ended is not None else ""
         raise ConfigError(f"{path} starts no Python script that ends in .py{ended}")
-    if len(found) > 1:
+    if len(chosen) > 1:
         raise ConfigError(
-            f"{path} starts {len(found)} programs: {_listed(found)}; name one of them by --program, by the end of its "
-            "path or by its line"
+            f"{path} starts {len(chosen)} programs: {_listed(chosen)}; name one of them by --program, by the end of "
+            "its path or by its line"
         )
-    return found[0]
+    return chosen[0]
 
 
 def _the_named_command(path: Path, read: ReadScript, program: str) -> Command:
-    found = [command for command in read.commands if _named(command, program)]
-    if len(found) == 1:
-        return found[0]
-    which = "is the name of several" if found else "is none of them"
+    chosen = [command for command in read.commands if _named(command, program)]
+    if len(chosen) == 1:
+        return chosen[0]
+    which = "is the name of several" if chosen else "is none of them"
     raise ConfigError(
-        f"--program {program} {which}: {path} starts {_listed(found or read.commands) or 'no program'}; a line names "
+        f"--program {program} {which}: {path} starts {_listed(chosen or read.commands) or 'no program'}; a line names "
         "one of them"
     )
 
@@ -171,14 +173,14 @@ def launch_of(command: Command, unknowns: Unknowns) -> Launch:
 
 def _options(words: Sequence[str]) -> dict[str, str]:
     """--a-b c, --a_b=c and -N 2 of a launcher, with hyphens."""
-    found: dict[str, str] = {}
+    options: dict[str, str] = {}
     for place, word in enumerate(words):
         if word.startswith("-"):
             name, equals, value = word.lstrip("-").partition("=")
             # Without its parser it is not known which options take a value: the next word is kept for each.
             follows = words[place + 1] if place + 1 < len(words) else ""
-            found[name.replace("_", "-")] = value if equals else follows
-    return found
+            options[name.replace("_", "-")] = value if equals else follows
+    return options
 
 
 def _first(options: Mapping[str, str], names: Sequence[str]) -> str | None:

@@ -95,13 +95,13 @@ class _Parser(WordReader):
         self.depth += 1
         if self.depth > _MAX_DEPTH:
             raise self.error(f"commands are nested more than {_MAX_DEPTH} deep")
-        found: list[Statement] = []
+        statements: list[Statement] = []
         self.skip_lines()
         while self.at < len(self.text) and not self.stands_at(ends):
-            found.append(self.chain())
+            statements.append(self.chain())
             self.skip_lines()
         self.depth -= 1
-        return tuple(found)
+        return tuple(statements)
 
     def stands_at(self, ends: Collection[str]) -> bool:
         for end in ends:
@@ -160,9 +160,9 @@ class _Parser(WordReader):
             return Simple((), ((Text("(("),), (self.arithmetic(text, quoted=True),)), line)
         if self.peek() == "(":
             return self.redirected(Group(self.enclosed("(", ")"), subshell=True))
-        if found := self.take(_FUNCTION):
+        if match := self.take(_FUNCTION):
             self.skip_lines()
-            return Function(found[1] or found[2], (self.command(),))
+            return Function(match[1] or match[2], (self.command(),))
         return self.simple()
 
     def redirected(self, statement: Statement) -> Statement:
@@ -218,14 +218,14 @@ class _Parser(WordReader):
     def patterns(self) -> tuple[Word, ...]:
         if self.peek() == "(":
             self.at += 1
-        found = []
+        patterns = []
         while True:
             self.skip_blanks()
-            found.append(self.word())
+            patterns.append(self.word())
             self.skip_blanks()
             if self.peek() == ")":
                 self.at += 1
-                return tuple(found)
+                return tuple(patterns)
             self.expect("|")
 
     def for_(self) -> Loop:
@@ -235,8 +235,8 @@ class _Parser(WordReader):
         self.skip_blanks()
         if self.peek(2) == "((":
             names = assigned_names(self.balanced("((", "))", sign=""))
-        elif found := self.take(_NAME):
-            names = {found[0]}
+        elif match := self.take(_NAME):
+            names = {match[0]}
         else:
             raise self.error("for has no variable")
         self.skip_lines()
@@ -272,8 +272,8 @@ class _Parser(WordReader):
                 heredoc = redirected if isinstance(redirected, Heredoc) else heredoc
                 continue
             # name=value is an assignment before the command's name, and behind export and the like.
-            if (not words or words[0] in _DECLARING) and (found := self.assignment()):
-                assignments.append(found)
+            if (not words or words[0] in _DECLARING) and (assignment := self.assignment()):
+                assignments.append(assignment)
             elif self.at >= len(self.text) or self.peek() in ENDS_WORD:
                 break
             else:
@@ -302,12 +302,12 @@ class _Parser(WordReader):
         return ()
 
     def assignment(self) -> Assignment | None:
-        found = self.take(_ASSIGNMENT)
-        if found is None:
+        match = self.take(_ASSIGNMENT)
+        if match is None:
             return None
         value = self.array() if self.peek() == "(" else self.word()
-        index = self.inner(found[2]).double_quoted("") if found[2] else ()
-        return Assignment(found[1], value, found[3] == "+", index)
+        index = self.inner(match[2]).double_quoted("") if match[2] else ()
+        return Assignment(match[1], value, match[3] == "+", index)
 
     def array(self) -> list[Word]:
         self.at += 1
@@ -326,18 +326,18 @@ class _Parser(WordReader):
 
     def redirection(self) -> Heredoc | bool:
         """Skip a redirection with its file; the text of <<< and <<, which is read at the end of the line."""
-        found = self.take(_REDIRECTION)
-        if found is None:
+        match = self.take(_REDIRECTION)
+        if match is None:
             return False
         self.skip_blanks()
         word = self.word()
-        if found[0].endswith("<<<"):
+        if match[0].endswith("<<<"):
             return Heredoc(word)
-        if not found[0].endswith(("<<", "<<-")):
+        if not match[0].endswith(("<<", "<<-")):
             return True
         text = "".join(part.text for part in word if isinstance(part, Text))
         quoted = any(isinstance(part, Text) and part.quoted for part in word)
-        self.heredocs.append((text, quoted, found[0].endswith("-"), heredoc := Heredoc()))
+        self.heredocs.append((text, quoted, match[0].endswith("-"), heredoc := Heredoc()))
         return heredoc
 
     def heredoc(self, end: str, quoted: bool, tabs: bool) -> Word:

@@ -289,14 +289,14 @@ class _Reader:
             # Back to what it was when the function ends; local without a value hides the variable of the caller.
             if self.locals and name not in self.locals[-1] and not name.startswith("-"):
                 self.locals[-1][name] = self.variables.take(name)
-        given = [name for name in names if not name.startswith("-")]
+        declared = [name for name in names if not name.startswith("-")]
         options = "".join(word for word in words if word.startswith("-"))
         for letter in _CHANGING & set(options):
-            self.variables.attributes |= dict.fromkeys(given, f"`declare -{letter}` in line {command.line}")
+            self.variables.attributes |= dict.fromkeys(declared, f"`declare -{letter}` in line {command.line}")
         self.assign(command.assignments)
         self.assign_words(words)
         if "x" in options:
-            self.variables.exported |= set(given)
+            self.variables.exported |= set(declared)
 
     def assign_words(self, words: Sequence[str]) -> None:
         """name=value where the name is a variable's value"""
@@ -427,7 +427,7 @@ class _Reader:
             self.nested(text, origin)
         finally:
             self.commands[before:] = [
-                replace(found, words=[*outer, *found.words], line=line) for found in self.commands[before:]
+                replace(command, words=[*outer, *command.words], line=line) for command in self.commands[before:]
             ]
 
     def environment(self, command: Simple) -> Iterator[tuple[str, str]]:

@@ -32,17 +32,17 @@ class Unknowns:
 
     def reasons_in(self, texts: Iterable[str]) -> list[str]:
         """Why values in these texts are not known, each once."""
-        numbers = [int(found[1]) for text in texts for found in MARK.finditer(text)]
+        numbers = [int(match[1]) for text in texts for match in MARK.finditer(text)]
         return [self.reasons[number] for number in dict.fromkeys(numbers)]
 
     def is_unset(self, word: str) -> bool:
         """Whether a word is nothing but a variable that is not set."""
-        found = MARK.fullmatch(word)
-        return found is not None and UNSET in self.reasons[int(found[1])]
+        match = MARK.fullmatch(word)
+        return match is not None and UNSET in self.reasons[int(match[1])]
 
     def readable(self, text: str) -> str:
         """With what the script wrote in place of marks."""
-        return MARK.sub(lambda found: self.shown[int(found[1])], text)
+        return MARK.sub(lambda match: self.shown[int(match[1])], text)
 
 
 def is_known(text: str) -> bool:

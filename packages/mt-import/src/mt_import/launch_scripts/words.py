@@ -43,10 +43,10 @@ class WordReader:
         return self.text[self.at : self.at + length]
 
     def take(self, pattern: re.Pattern[str]) -> re.Match[str] | None:
-        found = pattern.match(self.text, self.at)
-        if found:
-            self.at = found.end()
-        return found
+        match = pattern.match(self.text, self.at)
+        if match:
+            self.at = match.end()
+        return match
 
     def inner(self, text: str) -> WordReader:
         """A reader of a part of the text."""
@@ -94,7 +94,7 @@ class WordReader:
             raise self.error("' has no partner")
         text, self.at = self.text[self.at + 2 : end], end + 1
         return Text(
-            re.sub(r"\\(.)", lambda found: _ESCAPES.get(found[1], found[1]), text, flags=re.DOTALL), quoted=True
+            re.sub(r"\\(.)", lambda match: _ESCAPES.get(match[1], match[1]), text, flags=re.DOTALL), quoted=True
         )
 
     def escaped(self) -> tuple[Text, ...]:
@@ -136,10 +136,10 @@ class WordReader:
         if self.peek(2) == "${":
             return self.inner(self.balanced("{", "}")).parameter(quoted)
         self.at += 1
-        found = self.take(_SPECIAL)
-        if found is None:
+        match = self.take(_SPECIAL)
+        if match is None:
             return Text("$", quoted)
-        return Parameter(found[0], every=found[0] in "@*", joined=found[0] == "*", quoted=quoted)
+        return Parameter(match[0], every=match[0] in "@*", joined=match[0] == "*", quoted=quoted)
 
     def arithmetic(self, text: str, quoted: bool) -> Arithmetic:
         # Words are not split in arithmetic, so that it is read as if it were quoted.
@@ -174,11 +174,11 @@ class WordReader:
         # ${#name} and ${!name}; ${#} and ${!} alone are variables.
         before = {"#": LENGTH, "!": INDIRECT}.get(self.peek(), "") if len(self.text) > 1 else ""
         self.at += bool(before)
-        found = self.take(_SPECIAL)
-        if found is None:
+        match = self.take(_SPECIAL)
+        if match is None:
             raise self.error(f"${{{self.text}}} is not read")
         index = self.take(re.compile(INDEX))  # ${a[0]}, ${a[@]}
-        elements = found[0] if index is None else index[1]
+        elements = match[0] if index is None else index[1]
         every = elements in ("@", "*")
         operator = self.take(_OPERATOR)
         if (operator is None or before) and self.at < len(self.text):
@@ -186,16 +186,16 @@ class WordReader:
         argument = self.word(ends=()) if operator else ()
         place = self.inner(elements).double_quoted("") if index is not None and not every else ()
         sign = operator[0] if operator else before
-        return Parameter(found[0], sign, argument, place, every, elements == "*", quoted)
+        return Parameter(match[0], sign, argument, place, every, elements == "*", quoted)
 
 
 def _joined(parts: list[Text | Parameter | Arithmetic | Substitution]) -> Word:
     """Neighbouring characters as one text."""
-    found: list[Text | Parameter | Arithmetic | Substitution] = []
+    joined: list[Text | Parameter | Arithmetic | Substitution] = []
     for part in parts:
-        last = found[-1] if found else None
+        last = joined[-1] if joined else None
         if isinstance(part, Text) and isinstance(last, Text) and last.quoted == part.quoted:
-            found[-1] = Text(last.text + part.text, part.quoted)
+            joined[-1] = Text(last.text + part.text, part.quoted)
         else:
-            found.append(part)
-    return tuple(found)
+            joined.append(part)
+    return tuple(joined)

@@ -15,7 +15,7 @@ _INTEGERS = re.compile(r"-?\d+")
 
 
 @dataclass(frozen=True)
-class Given:
+class ParsedArgument:
     """An argument as it was written, the last time that it was."""
 
     argument: Argument
@@ -31,16 +31,16 @@ class Given:
         return " ".join([self.spelled, *map(str, values)])
 
 
-def parse_arguments(words: Sequence[str]) -> dict[str, Given]:
+def parse_arguments(words: Sequence[str]) -> dict[str, ParsedArgument]:
     """Attribute -> what was given for it. Raises one ConfigError with a sentence for each word that cannot be read."""
-    problems, found = Problems(), {}
+    problems, parsed_arguments = Problems(), {}
     for option, values in _grouped(words, problems):
         with problems.collect():
-            given = _given(option, values)
+            parsed = _given(option, values)
             # As argparse: of an option that is given twice the last one counts.
-            found[given.argument.dest] = given
+            parsed_arguments[parsed.argument.dest] = parsed
     problems.stop_if_any()
-    return found
+    return parsed_arguments
 
 
 def _grouped(words: Sequence[str], problems: Problems) -> Iterator[tuple[str, list[str]]]:
@@ -62,7 +62,7 @@ def _grouped(words: Sequence[str], problems: Problems) -> Iterator[tuple[str, li
         yield option, values
 
 
-def _given(option: str, values: list[str]) -> Given:
+def _given(option: str, values: list[str]) -> ParsedArgument:
     argument = by_option().get(option)
     if argument is None:
         raise ConfigError(f"{option} is no option of Megatron's{did_you_mean(option, by_option())}")
@@ -71,10 +71,10 @@ def _given(option: str, values: list[str]) -> Given:
             raise ConfigError(f"{option} takes no value, and {' '.join(values)} follows it; remove that")
         # --no-x of a pair sets False, and so does an option whose row is `false`.
         negated = argument.takes == "pair" and option != argument.spelled
-        return Given(argument, option, argument.takes != "false" and not negated)
+        return ParsedArgument(argument, option, argument.takes != "false" and not negated)
     _check_count(argument, option, values)
     read = [_read(argument, option, value) for value in values]
-    return Given(argument, option, read if argument.count else read[0])
+    return ParsedArgument(argument, option, read if argument.count else read[0])
 
 
 def _check_count(argument: Argument, option: str, values: Sequence[str]) -> None:
@@ -83,8 +83,8 @@ def _check_count(argument: Argument, option: str, values: Sequence[str]) -> None
         return
     kind = {"int": "integer", "float": "number", "text": "value"}.get(argument.kind, argument.kind)
     number = {"1": f"one {kind}", "+": f"one {kind} or more"}.get(wanted, f"{wanted} {kind}s")
-    given = f"got {len(values)}: {' '.join(values)}" if values else "got none"
-    raise ConfigError(f"{option} takes {number}, {given}")
+    got = f"got {len(values)}: {' '.join(values)}" if values else "got none"
+    raise ConfigError(f"{option} takes {number}, {got}")
 
 
 def _read(argument: Argument, option: str, text: str) -> Any:

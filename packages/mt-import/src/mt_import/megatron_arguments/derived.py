@@ -37,7 +37,7 @@ HYBRID_PATTERNS = ("hybrid_layer_pattern", "hybrid_override_pattern")
 
 
 def derive_values(
-    given: Mapping[str, Any],
+    arguments: Mapping[str, Any],
     entry: EntryScript,
     version: Version,
     world_size: int | None = None,
@@ -46,17 +46,17 @@ def derive_values(
 ) -> Values:
     """Every attribute of Megatron's namespace after validation.
 
-    given: attribute -> value. world_size: processes of the run; None: it is not known, and what follows from it is left
-    as it was given. is_part: other arguments are given elsewhere, so that those of a run may be missing. Raises one
-    ConfigError with a sentence for each missing argument and each contradiction.
+    arguments: attribute -> value. world_size: processes of the run; None: it is not known, and what follows from it is
+    left as it was given. is_part: other arguments are given elsewhere, so that those of a run may be missing. Raises
+    one ConfigError with a sentence for each missing argument and each contradiction.
     """
     problems = Problems()
     # Of what was given: a default contradicts nothing.
     for check in (_check_sources, _check_pairs) if is_part else (_check_counting, _check_sources, _check_pairs):
         with problems.collect():
-            check(given)
+            check(arguments)
     # presets: args_defaults of Megatron's scripts, which count where an argument was not given.
-    values = {**defaults(version), **entry.presets, **(PART if is_part else {}), **given}
+    values = {**defaults(version), **entry.presets, **(PART if is_part else {}), **arguments}
     # In Megatron's order: later rules read what earlier ones have filled in.
     for rule in (_aliases, _hybrid_pattern, _shape, _heads, _precision, _layout, _weight_decay, _recompute):
         with problems.collect():
@@ -86,26 +86,28 @@ def spelled(dest: str) -> str:
 # -- contradictions among what was given ---------------------------------------------------------------
 
 
-def _check_counting(given: Mapping[str, Any]) -> None:
+def _check_counting(arguments: Mapping[str, Any]) -> None:
     """A run is counted by iterations or by samples, with all of its schedule."""
-    iterations = [dest for dest in BY_ITERATIONS if given.get(dest)]
-    samples = [dest for dest in BY_SAMPLES if given.get(dest)]
+    iterations = [dest for dest in BY_ITERATIONS if arguments.get(dest)]
+    samples = [dest for dest in BY_SAMPLES if arguments.get(dest)]
     if iterations and samples:
         raise ConfigError(
             f"{spelled(iterations[0])} counts iterations and {spelled(samples[0])} samples; Megatron takes one of both "
             "for the length of training, its decay and its warm-up"
         )
-    counted = [dest for dest in ("lr_warmup_iters", "lr_warmup_samples") if given.get(dest)]
-    if given.get("lr_warmup_fraction") is not None and counted:
+    counted = [dest for dest in ("lr_warmup_iters", "lr_warmup_samples") if arguments.get(dest)]
+    if arguments.get("lr_warmup_fraction") is not None and counted:
         raise ConfigError(f"--lr-warmup-fraction and {spelled(counted[0])} both say how long the warm-up is; keep one")
-    if not any(given.get(dest) for dest in ("train_iters", "train_samples")):
+    if not any(arguments.get(dest) for dest in ("train_iters", "train_samples")):
         raise ConfigError("neither --train-iters nor --train-samples is given: how long to train is not known")
 
 
-def _check_sources(given: Mapping[str, Any]) -> None:
-    found = [next(dest for dest in names if given.get(dest)) for names in SOURCES if any(map(given.get, names))]
-    if len(found) > 1:
-        raise ConfigError(f"{' and '.join(map(spelled, found))} both name the data; keep one of them")
+def _check_sources(arguments: Mapping[str, Any]) -> None:
+    sources = [
+        next(dest for dest in names if arguments.get(dest)) for names in SOURCES if any(map(arguments.get, names))
+    ]
+    if len(sources) > 1:
+        raise ConfigError(f"{' and '.join(map(spelled, sources))} both name the data; keep one of them")
 
 
 EXCLUSIVE: Sequence[tuple[str, str, str]] = (
@@ -119,14 +121,14 @@ EXCLUSIVE: Sequence[tuple[str, str, str]] = (
 )
 
 
-def _check_pairs(given: Mapping[str, Any]) -> None:
-    found = [
-        f"{spelled(one)} and {spelled(other)} contradict one another: {why}; remove one"
-        for one, other, why in EXCLUSIVE
-        if given.get(one) and given.get(other)
+def _check_pairs(arguments: Mapping[str, Any]) -> None:
+    contradictions = [
+        f"{spelled(first)} and {spelled(other)} contradict one another: {why}; remove one"
+        for first, other, why in EXCLUSIVE
+        if arguments.get(first) and arguments.get(other)
     ]
-    if found:
-        raise ConfigError("\n".join(found))
+    if contradictions:
+        raise ConfigError("\n".join(contradictions))
 
 
 # -- derived values ------------------------------------------------------------------------------------
@@ -142,9 +144,9 @@ def _aliases(values: Values) -> None:
         values["position_embedding_type"] = "rope"
     if not values["num_experts"]:
         values["num_experts"] = None
-    for one, other in (("num_layers", "encoder_num_layers"), ("seq_length", "encoder_seq_length")):
+    for first, other in (("num_layers", "encoder_num_layers"), ("seq_length", "encoder_seq_length")):
         # Two names of one value: Megatron copies each into the other.
-        values[one] = values[other] = values[one] if values[one] is not None else values[other]
+        values[first] = values[other] = values[first] if values[first] is not None else values[other]
     if pattern := next((values[name] for name in HYBRID_PATTERNS if values[name]), None):
         # One letter is one layer; | separates pipeline stages, and what follows / are further prediction depths.
         values["num_layers"] = values["encoder_num_layers"] = len(pattern.partition("/")[0].replace("|", ""))
@@ -173,15 +175,15 @@ def spread(symbols: Sequence[str], new: str, count: int, *, extra_section: bool)
     if not 0 < count <= mamba:
         return list(symbols)
     section = (mamba - count) / (count + extra_section)
-    found, left = list[str](), section
+    layers, left = list[str](), section
     for symbol in symbols:
         if symbol != "M" or left >= 0.5:
-            found.append(symbol)
+            layers.append(symbol)
             left -= symbol == "M"
         else:
-            found.append(new)
+            layers.append(new)
             left += section
-    return found
+    return layers
 
 
 def _shape(values: Values) -> None:
@@ -266,12 +268,12 @@ def _stages_of_layout(layout: str) -> int:
 
 def _weight_decay(values: Values) -> None:
     ends = ("start_weight_decay", "end_weight_decay")
-    given = [dest for dest in ends if values[dest] is not None]
+    set_ends = [dest for dest in ends if values[dest] is not None]
     if values["weight_decay_incr_style"] == "constant":
-        if given:
-            raise ConfigError(f"{spelled(given[0])} counts only with --weight-decay-incr-style linear or cosine")
-    elif len(given) < len(ends):
-        missing = " and ".join(spelled(dest) for dest in ends if dest not in given)
+        if set_ends:
+            raise ConfigError(f"{spelled(set_ends[0])} counts only with --weight-decay-incr-style linear or cosine")
+    elif len(set_ends) < len(ends):
+        missing = " and ".join(spelled(dest) for dest in ends if dest not in set_ends)
         raise ConfigError(f"--weight-decay-incr-style {values['weight_decay_incr_style']} needs {missing}")
 
 
@@ -316,8 +318,8 @@ def _data_parallel(values: Values, world_size: int) -> None:
     sizes = ("tensor_model_parallel_size", "pipeline_model_parallel_size", "context_parallel_size")
     model = math.prod(values[size] for size in sizes)
     if world_size % model:
-        given = " x ".join(f"{spelled(size)} {values[size]}" for size in sizes)
-        raise ConfigError(f"{given} = {model} does not divide the {world_size} processes of the run")
+        product = " x ".join(f"{spelled(size)} {values[size]}" for size in sizes)
+        raise ConfigError(f"{product} = {model} does not divide the {world_size} processes of the run")
     values["world_size"], values["data_parallel_size"] = world_size, world_size // model
     if values["global_batch_size"] is None and values["micro_batch_size"] is not None:
         values["global_batch_size"] = values["micro_batch_size"] * values["data_parallel_size"]

@@ -9,7 +9,7 @@ from typing import Any
 from mt_core import specs
 from mt_core.plugins import PluginHost
 from mt_core.specs import TOKENIZERS
-from mt_import.megatron_arguments.command_line import Given
+from mt_import.megatron_arguments.command_line import ParsedArgument
 from mt_import.megatron_arguments.table import Version
 
 OPTIMIZERS: Mapping[str, str] = {"adam": "adam", "sgd": "sgd", "lion": "lion", "muon": "muon", "dist_muon": "muon"}
@@ -36,147 +36,151 @@ MEGATRON_SPECS = ("megatron.core.models.", "megatron.core.post_training.", "mega
 class Refusal:
     """An argument that is left out, and why."""
 
-    given: Given
+    parsed: ParsedArgument
     reason: str
 
 
-def find_refusals(given: Mapping[str, Given], version: Version, host: PluginHost) -> dict[str, Refusal]:
+def find_refusals(
+    parsed_arguments: Mapping[str, ParsedArgument], version: Version, host: PluginHost
+) -> dict[str, Refusal]:
     """Attribute -> why it cannot be done, of those that were given."""
-    found = {}
-    for dest, one in given.items():
-        reason = _reason(one, given, version, host)
+    refusals = {}
+    for dest, parsed in parsed_arguments.items():
+        reason = _reason(parsed, parsed_arguments, version, host)
         if reason is not None:
-            found[dest] = Refusal(one, reason)
-    return found
+            refusals[dest] = Refusal(parsed, reason)
+    return refusals
 
 
-def _reason(one: Given, given: Mapping[str, Given], version: Version, host: PluginHost) -> str | None:
+def _reason(
+    parsed: ParsedArgument, parsed_arguments: Mapping[str, ParsedArgument], version: Version, host: PluginHost
+) -> str | None:
     # An option that is given its default requests nothing.
-    if one.value is None or one.value == one.argument.default_of(version):
+    if parsed.value is None or parsed.value == parsed.argument.default_of(version):
         return None
-    if one.argument.outcome == "refused":
-        return one.argument.reason
-    if check := _CHECKS.get(one.argument.dest):
+    if parsed.argument.outcome == "refused":
+        return parsed.argument.reason
+    if check := _CHECKS.get(parsed.argument.dest):
         # The first objection.
-        return next(check(one.value, {dest: other.value for dest, other in given.items()}, host), None)
+        return next(check(parsed.value, {dest: other.value for dest, other in parsed_arguments.items()}, host), None)
     return None
 
 
 Check = Callable[[Any, Mapping[str, Any], PluginHost], Iterator[str]]
 
 
-def _optimizer(value: str, given: Mapping[str, Any], host: PluginHost) -> Iterator[str]:
+def _optimizer(value: str, values: Mapping[str, Any], host: PluginHost) -> Iterator[str]:
     if value not in OPTIMIZERS:
         yield f"this optimizer; optimizer.optimizer can be {', '.join(host[specs.OPTIMIZERS].names())}"
 
 
-def _tokenizer(value: str, given: Mapping[str, Any], host: PluginHost) -> Iterator[str]:
+def _tokenizer(value: str, values: Mapping[str, Any], host: PluginHost) -> Iterator[str]:
     if value not in host[TOKENIZERS].names():
         yield f"this tokenizer; tokenizer.tokenizer_type can be {', '.join(host[TOKENIZERS].names())}"
 
 
-def _modules(value: list[str], given: Mapping[str, Any], host: PluginHost) -> Iterator[str]:
+def _modules(value: list[str], values: Mapping[str, Any], host: PluginHost) -> Iterator[str]:
     if unknown := [module for module in value if module not in RECOMPUTED]:
         yield f"recomputation of {', '.join(unknown)}; recompute.recompute_modules can have {', '.join(RECOMPUTED)}"
 
 
-def _fp8_recipe(value: str, given: Mapping[str, Any], host: PluginHost) -> Iterator[str]:
-    if value not in FP8_RECIPES and given.get("fp8"):
+def _fp8_recipe(value: str, values: Mapping[str, Any], host: PluginHost) -> Iterator[str]:
+    if value not in FP8_RECIPES and values.get("fp8"):
         yield f"this recipe; precision.fp8_recipe can be {', '.join(FP8_RECIPES)}, or rowwise"
 
 
-def _fp4_recipe(value: str, given: Mapping[str, Any], host: PluginHost) -> Iterator[str]:
-    if value != "nvfp4" and given.get("fp4"):
+def _fp4_recipe(value: str, values: Mapping[str, Any], host: PluginHost) -> Iterator[str]:
+    if value != "nvfp4" and values.get("fp4"):
         yield "this recipe; precision.fp8_recipe can be nvfp4 with precision.fp8_format=e2m1"
 
 
-def _loader(value: str, given: Mapping[str, Any], host: PluginHost) -> Iterator[str]:
+def _loader(value: str, values: Mapping[str, Any], host: PluginHost) -> Iterator[str]:
     if value != "single":
         yield "a loader that orders samples by itself; the order follows from train.seed and the samples consumed"
 
 
-def _moments(value: str, given: Mapping[str, Any], host: PluginHost) -> Iterator[str]:
-    if not given.get("use_precision_aware_optimizer"):
+def _moments(value: str, values: Mapping[str, Any], host: PluginHost) -> Iterator[str]:
+    if not values.get("use_precision_aware_optimizer"):
         return
     if value not in MOMENTS:
         yield f"moments in {value}; optimizer.exp_avg_dtype can be {' or '.join(MOMENTS)}"
-    elif given.get("exp_avg_dtype", "fp32") != given.get("exp_avg_sq_dtype", "fp32"):
+    elif values.get("exp_avg_dtype", "fp32") != values.get("exp_avg_sq_dtype", "fp32"):
         yield "moments of two dtypes; optimizer.exp_avg_dtype is that of both"
 
 
-def _balancing(value: list[str], given: Mapping[str, Any], host: PluginHost) -> Iterator[str]:
+def _balancing(value: list[str], values: Mapping[str, Any], host: PluginHost) -> Iterator[str]:
     if "quantile_balancing" in value:
         yield "quantile balancing of experts"
 
 
-def _cp_comm(value: list[str], given: Mapping[str, Any], host: PluginHost) -> Iterator[str]:
+def _cp_comm(value: list[str], values: Mapping[str, Any], host: PluginHost) -> Iterator[str]:
     if len(set(value)) > 1:
         yield "another way to exchange keys in each layer; parallel.cp_comm_type is that of all"
 
 
-def _flex_backend(value: str, given: Mapping[str, Any], host: PluginHost) -> Iterator[str]:
-    if value not in ("deepep", "hybridep") and given.get("moe_token_dispatcher_type") == "flex":
+def _flex_backend(value: str, values: Mapping[str, Any], host: PluginHost) -> Iterator[str]:
+    if value not in ("deepep", "hybridep") and values.get("moe_token_dispatcher_type") == "flex":
         yield "this backend; the dispatcher flex has deepep and hybridep"
 
 
-def _random_streams(value: bool, given: Mapping[str, Any], host: PluginHost) -> Iterator[str]:
-    if given.get("load") and not (given.get("finetune") or given.get("no_load_optim")):
+def _random_streams(value: bool, values: Mapping[str, Any], host: PluginHost) -> Iterator[str]:
+    if values.get("load") and not (values.get("finetune") or values.get("no_load_optim")):
         yield "random streams that start anew when a run is resumed with its optimizer"
 
 
-def _stream_groups(value: list[str], given: Mapping[str, Any], host: PluginHost) -> Iterator[str]:
+def _stream_groups(value: list[str], values: Mapping[str, Any], host: PluginHost) -> Iterator[str]:
     if unknown := [group for group in value if group not in COMMUNICATORS]:
         known = ", ".join(COMMUNICATORS)
         yield f"communicators of {', '.join(unknown)}; parallel.nccl_communicators has axes for {known}"
 
 
-def _exit_signal(value: str, given: Mapping[str, Any], host: PluginHost) -> Iterator[str]:
+def _exit_signal(value: str, values: Mapping[str, Any], host: PluginHost) -> Iterator[str]:
     if value not in CAUGHT_SIGNALS:
         yield f"a run that saves and ends after {value}; {' and '.join(CAUGHT_SIGNALS)} do"
 
 
-def _muon_blocks(value: str, given: Mapping[str, Any], host: PluginHost) -> Iterator[str]:
-    muon = OPTIMIZERS.get(given.get("optimizer", "")) == "muon"
-    if value == "blockwise" and muon and given.get("tensor_model_parallel_size", 1) > 1:
+def _muon_blocks(value: str, values: Mapping[str, Any], host: PluginHost) -> Iterator[str]:
+    muon = OPTIMIZERS.get(values.get("optimizer", "")) == "muon"
+    if value == "blockwise" and muon and values.get("tensor_model_parallel_size", 1) > 1:
         yield "each tensor-parallel rank's part of a weight orthogonalized by itself; weights are orthogonalized whole"
 
 
-def _chat_template(value: str, given: Mapping[str, Any], host: PluginHost) -> Iterator[str]:
-    if given.get("sft"):
+def _chat_template(value: str, values: Mapping[str, Any], host: PluginHost) -> Iterator[str]:
+    if values.get("sft"):
         yield "conversations in another form; tokenizer.chat_template takes a template"
 
 
-def _fim_token(value: str, given: Mapping[str, Any], host: PluginHost) -> Iterator[str]:
-    if given.get("fim_data"):
+def _fim_token(value: str, values: Mapping[str, Any], host: PluginHost) -> Iterator[str]:
+    if values.get("fim_data"):
         yield "another token in samples with a hole; the tokenizer's end of document and padding are used"
 
 
-def _whitespaces(value: bool, given: Mapping[str, Any], host: PluginHost) -> Iterator[str]:
-    if given.get("sft"):
+def _whitespaces(value: bool, values: Mapping[str, Any], host: PluginHost) -> Iterator[str]:
+    if values.get("sft"):
         yield "another tokenization of texts that are tokenized while training"
 
 
-def _main_params(value: str, given: Mapping[str, Any], host: PluginHost) -> Iterator[str]:
-    if given.get("use_megatron_fsdp") and value not in ("fp32", "auto"):
+def _main_params(value: str, values: Mapping[str, Any], host: PluginHost) -> Iterator[str]:
+    if values.get("use_megatron_fsdp") and value not in ("fp32", "auto"):
         yield f"weights kept in {value} alone; they are kept in fp32"
 
 
-def _main_grads(value: str, given: Mapping[str, Any], host: PluginHost) -> Iterator[str]:
-    if given.get("use_megatron_fsdp") and value not in ("fp32", "auto"):
+def _main_grads(value: str, values: Mapping[str, Any], host: PluginHost) -> Iterator[str]:
+    if values.get("use_megatron_fsdp") and value not in ("fp32", "auto"):
         yield f"gradients accumulated in {value}; precision.accumulate_allreduce_grads_in_fp32 says their dtype"
 
 
-def _grad_comm(value: str, given: Mapping[str, Any], host: PluginHost) -> Iterator[str]:
-    if given.get("use_megatron_fsdp") and value not in ("fp32", "auto") and not given.get("grad_reduce_in_bf16"):
+def _grad_comm(value: str, values: Mapping[str, Any], host: PluginHost) -> Iterator[str]:
+    if values.get("use_megatron_fsdp") and value not in ("fp32", "auto") and not values.get("grad_reduce_in_bf16"):
         yield f"gradients reduced in {value}; precision.grad_reduce_in_bf16 reduces them in bf16"
 
 
-def _checkpoint_arguments(value: bool, given: Mapping[str, Any], host: PluginHost) -> Iterator[str]:
-    if not all(given.get(dest) for dest in MODEL_SIZE):
+def _checkpoint_arguments(value: bool, values: Mapping[str, Any], host: PluginHost) -> Iterator[str]:
+    if not all(values.get(dest) for dest in MODEL_SIZE):
         yield "arguments of a checkpoint; mt import CHECKPOINT translates them, and checkpoint.load takes its model"
 
 
-def _spec(value: list[str], given: Mapping[str, Any], host: PluginHost) -> Iterator[str]:
+def _spec(value: list[str], values: Mapping[str, Any], host: PluginHost) -> Iterator[str]:
     if value != ["local"] and not (value and value[0].startswith(MEGATRON_SPECS)):
         yield "layers of a Python module of your own; write a plugin, see docs/guides/add-a-model.md"
 

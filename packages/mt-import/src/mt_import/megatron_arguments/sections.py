@@ -46,14 +46,14 @@ COUNTED_VOCABULARY = ("NullTokenizer", "TikTokenizer")
 
 def run_keys(values: Values, entry: EntryScript, version: Version) -> Keys:
     """Dotted key -> value, those that do not count included."""
-    found = copied_keys(values)
+    keys = copied_keys(values)
     rules = (_parallel, _communicators, _timeouts, _optimizer, _schedule, _precision, _recompute, _checkpoint)
     for rule in (*rules, _train, _trackers, _profile):
-        found |= rule(values)
-    if entry.name == "ict" and values["bert_load"] is not None and "checkpoint.resume_from" not in found:
-        found.setdefault("checkpoint.load", values["bert_load"])
+        keys |= rule(values)
+    if entry.name == "ict" and values["bert_load"] is not None and "checkpoint.resume_from" not in keys:
+        keys.setdefault("checkpoint.load", values["bert_load"])
     # Later rules win over values that are copied.
-    return {**found, **_data(values, entry), **_tokenizer(values, version)}
+    return {**keys, **_data(values, entry), **_tokenizer(values, version)}
 
 
 def copied_keys(values: Values) -> Keys:
@@ -66,16 +66,16 @@ def copied_keys(values: Values) -> Keys:
 
 
 def _parallel(values: Values) -> Keys:
-    found: Keys = _sharding(values)
+    keys: Keys = _sharding(values)
     if (stages := values["virtual_pipeline_model_parallel_size"] or 1) > 1:
-        found["parallel.virtual_pipeline_model_parallel_size"] = stages
-        found["parallel.pipeline_schedule"] = "interleaved_1f1b"
+        keys["parallel.virtual_pipeline_model_parallel_size"] = stages
+        keys["parallel.pipeline_schedule"] = "interleaved_1f1b"
     if values["context_parallel_size"] > 1:
-        found["parallel.cp_comm_type"] = values["cp_comm_type"][0]
+        keys["parallel.cp_comm_type"] = values["cp_comm_type"][0]
     # null follows tensor parallelism, also when that is changed later. Without experts there is nothing to divide.
     if not values["num_experts"] or values["tensor_model_parallel_size"] == values["expert_tensor_parallel_size"]:
-        found["parallel.expert_tensor_parallel_size"] = None
-    return found
+        keys["parallel.expert_tensor_parallel_size"] = None
+    return keys
 
 
 def _sharding(values: Values) -> Keys:
@@ -114,13 +114,13 @@ def _timeouts(values: Values) -> Keys:
 
 
 def _optimizer(values: Values) -> Keys:
-    found: Keys = {"optimizer.optimizer": OPTIMIZERS[values["optimizer"]]}
+    keys: Keys = {"optimizer.optimizer": OPTIMIZERS[values["optimizer"]]}
     if not values["use_precision_aware_optimizer"]:
-        return found
-    found["optimizer.exp_avg_dtype"] = values["exp_avg_dtype"]
+        return keys
+    keys["optimizer.exp_avg_dtype"] = values["exp_avg_dtype"]
     if values["bf16"] and not _sharding(values).get("parallel.use_torch_fsdp2"):
-        found["optimizer.main_weights"] = "remainders"  # Megatron's store_param_remainders, which is no argument
-    return found
+        keys["optimizer.main_weights"] = "remainders"  # Megatron's store_param_remainders, which is no argument
+    return keys
 
 
 def _schedule(values: Values) -> Keys:
@@ -130,47 +130,47 @@ def _schedule(values: Values) -> Keys:
 
 def _precision(values: Values) -> Keys:
     dtype = "bf16" if values["bf16"] else "fp16" if values["fp16"] else "fp32"
-    found: Keys = {"precision.dtype": dtype, "precision.fp8_format": values["fp8"] or "none"}
+    keys: Keys = {"precision.dtype": dtype, "precision.fp8_format": values["fp8"] or "none"}
     if values["fp4"]:
-        found |= {"precision.fp8_format": "e2m1", "precision.fp8_recipe": "nvfp4"}
+        keys |= {"precision.fp8_format": "e2m1", "precision.fp8_recipe": "nvfp4"}
     if float(values["loss_scale_window"]).is_integer():  # Megatron's parser makes a float of it
-        found["precision.loss_scale_window"] = int(values["loss_scale_window"])
-    return found
+        keys["precision.loss_scale_window"] = int(values["loss_scale_window"])
+    return keys
 
 
 def _recompute(values: Values) -> Keys:
-    found: Keys = {"recompute.recompute_granularity": values["recompute_granularity"] or "none"}
+    keys: Keys = {"recompute.recompute_granularity": values["recompute_granularity"] or "none"}
     if values["recompute_modules"] is not None:
-        found["recompute.recompute_modules"] = values["recompute_modules"]
-    return found
+        keys["recompute.recompute_modules"] = values["recompute_modules"]
+    return keys
 
 
 def _checkpoint(values: Values) -> Keys:
     # Without --save Megatron saves nothing, whatever the interval.
-    found: Keys = {"checkpoint.save_interval": values["save_interval"] if values["save"] is not None else None}
+    keys: Keys = {"checkpoint.save_interval": values["save_interval"] if values["save"] is not None else None}
     if values["no_save_optim"]:
-        found["checkpoint.save_optimizer"] = False
+        keys["checkpoint.save_optimizer"] = False
     if values["save_retain_interval"] is not None:  # Megatron keeps the newest, and those that it divides
-        found |= {"checkpoint.keep_last": 1, "checkpoint.keep_every": values["save_retain_interval"]}
-    return found | _start(values)
+        keys |= {"checkpoint.keep_last": 1, "checkpoint.keep_every": values["save_retain_interval"]}
+    return keys | _start(values)
 
 
 def _start(values: Values) -> Keys:
     """Where weights come from. A run that loads what it saves goes on by itself."""
-    found: Keys = {}
+    keys: Keys = {}
     load = _loaded_folder(values)
     if load is not None and (values["finetune"] or values["no_load_optim"]):
-        found["checkpoint.load"] = load
+        keys["checkpoint.load"] = load
     # Another folder: the run starts from its state and saves elsewhere.
     elif load is not None and load != values["save"]:
-        found["checkpoint.resume_from"] = load
+        keys["checkpoint.resume_from"] = load
     elif load is not None and values["exit_on_missing_checkpoint"]:
-        found["checkpoint.resume"] = "required"
-    if values["override_opt_param_scheduler"] and "checkpoint.load" not in found:
-        found["checkpoint.accept_changes"] = list(SCHEDULE_KEYS)
+        keys["checkpoint.resume"] = "required"
+    if values["override_opt_param_scheduler"] and "checkpoint.load" not in keys:
+        keys["checkpoint.accept_changes"] = list(SCHEDULE_KEYS)
     if values["pretrained_checkpoint"] is not None:
-        found.setdefault("checkpoint.load", values["pretrained_checkpoint"])
-    return found
+        keys.setdefault("checkpoint.load", values["pretrained_checkpoint"])
+    return keys
 
 
 def _loaded_folder(values: Values) -> str | None:
@@ -181,22 +181,22 @@ def _loaded_folder(values: Values) -> str | None:
 
 def dropped_keys(values: Values) -> dict[str, str]:
     """Keys of arguments that other arguments leave without effect, each with the reason."""
-    load, found = values["load"], dict[str, str]()
+    load, dropped = values["load"], dict[str, str]()
     if load is not None and load == values["save"] and (values["finetune"] or values["no_load_optim"]):
-        found["checkpoint.save"] = (
+        dropped["checkpoint.save"] = (
             f"{load} has the checkpoints that --load names; those of this run go to checkpoints/ in its run directory, "
             "or to the folder that checkpoint.save names"
         )
     if option := sums_in_fp32(values):
-        found["precision.grad_reduce_in_bf16"] = (
+        dropped["precision.grad_reduce_in_bf16"] = (
             f"{option} sums gradients in fp32; here they are also sent in fp32, twice the bytes of bf16: no key sends "
             "bf16 and sums in fp32"
         )
     if not values["profile"]:
-        found |= dict.fromkeys(PROFILE_KEYS, "counts only with --profile")
+        dropped |= dict.fromkeys(PROFILE_KEYS, "counts only with --profile")
     if values["fp8"]:
-        found["parallel.tp_comm_overlap"] = "products in FP8 are not overlapped, which changes no result"
-    return found
+        dropped["parallel.tp_comm_overlap"] = "products in FP8 are not overlapped, which changes no result"
+    return dropped
 
 
 def _train(values: Values) -> Keys:
@@ -212,8 +212,8 @@ def _train(values: Values) -> Keys:
 def _trackers(values: Values) -> Keys:
     """Megatron writes to TensorBoard when it has a folder, and to Weights & Biases when it has a project."""
     named = {"tensorboard": "tensorboard_dir", "wandb": "wandb_project"}
-    found: Keys = {f"logging.{dest}": values[dest] for dest in named.values() if values[dest]}
-    return found | {"logging.trackers": [tracker for tracker, dest in named.items() if values[dest]]}
+    keys: Keys = {f"logging.{dest}": values[dest] for dest in named.values() if values[dest]}
+    return keys | {"logging.trackers": [tracker for tracker, dest in named.items() if values[dest]]}
 
 
 def _profile(values: Values) -> Keys:
@@ -228,15 +228,15 @@ def _profile(values: Values) -> Keys:
 
 
 def _data(values: Values, entry: EntryScript) -> Keys:
-    found: Keys = {"data.dataset_type": _dataset(values, entry)}
+    keys: Keys = {"data.dataset_type": _dataset(values, entry)}
     for dest in BLENDS:
         if values.get(dest) is not None:
-            found[f"data.{dest}"] = blend(values[dest])
+            keys[f"data.{dest}"] = blend(values[dest])
     if entry.name == "retro":
-        found |= {f"data.{dest}": values[dest] for dest in ("retro_num_neighbors", "retro_num_retrieved_chunks")}
+        keys |= {f"data.{dest}": values[dest] for dest in ("retro_num_neighbors", "retro_num_retrieved_chunks")}
     if entry.name == "bert":
-        found["data.bert_binary_head"] = values["bert_binary_head"]
-    return found
+        keys["data.bert_binary_head"] = values["bert_binary_head"]
+    return keys
 
 
 def _dataset(values: Values, entry: EntryScript) -> str:
@@ -266,17 +266,17 @@ def _is_number(text: str) -> bool:
 
 
 def _tokenizer(values: Values, version: Version) -> Keys:
-    found: Keys = {}
+    keys: Keys = {}
     size, kind, pad = values["vocab_size"], values["tokenizer_type"], values["null_tokenizer_pad_id"]
     if size is not None and kind in COUNTED_VOCABULARY:
         # Until 0.12 Megatron's NullTokenizer added its end of document to the size that it was given.
-        found["tokenizer.vocab_size"] = size + (kind == "NullTokenizer" and version == "0.12")
+        keys["tokenizer.vocab_size"] = size + (kind == "NullTokenizer" and version == "0.12")
     if kind in WORD_PIECES:
         # Megatron's scripts for BERT, T5 and ICT never encode a text: tokens of their files are taken as they are.
-        found["tokenizer.tokenizer_hf_no_include_special_tokens"] = True
+        keys["tokenizer.tokenizer_hf_no_include_special_tokens"] = True
     if pad >= 0:  # Megatron's -1 is no id
-        found["tokenizer.null_tokenizer_pad_id"] = pad
-    return found
+        keys["tokenizer.null_tokenizer_pad_id"] = pad
+    return keys
 
 
 # [model], from Megatron's arguments after its validation, as its checkpoints are read.
@@ -321,8 +321,8 @@ def _section(args: Arguments, entry: EntryScript, host: PluginHost) -> dict[str,
             **{key: args.values[dest] for dest, key in RETRO.items()},
         }
     if entry.name == "ict":
-        own = {dest: args.values[dest] for dest in BIENCODER}
-        section = {**bert_section(args, entry.parameters), "family": "biencoder", **own}
+        biencoder_keys = {dest: args.values[dest] for dest in BIENCODER}
+        section = {**bert_section(args, entry.parameters), "family": "biencoder", **biencoder_keys}
         return {key: value for key, value in section.items() if not key.startswith(("add_", "bert_"))}
     return checkpoint_model_section(args, _parameters(args, entry), 1, host)
 
@@ -335,9 +335,9 @@ def _parameters(args: Arguments, entry: EntryScript) -> tuple[str, ...]:
 
 
 def _moe_training(values: Mapping[str, Any]) -> dict[str, Any]:
-    found: dict[str, Any] = {dest: True for dest in MOE_TRAINING if values[dest]}
+    keys: dict[str, Any] = {dest: True for dest in MOE_TRAINING if values[dest]}
     kind = "flex" if values["moe_enable_deepep"] else values["moe_token_dispatcher_type"]
-    found["moe_token_dispatcher_type"] = DISPATCHERS.get(kind, kind)
+    keys["moe_token_dispatcher_type"] = DISPATCHERS.get(kind, kind)
     if kind == "flex":
-        found["moe_dispatcher_options"] = {"moe_flex_dispatcher_backend": values["moe_flex_dispatcher_backend"]}
-    return found
+        keys["moe_dispatcher_options"] = {"moe_flex_dispatcher_backend": values["moe_flex_dispatcher_backend"]}
+    return keys

@@ -142,21 +142,21 @@ def arguments() -> tuple[Argument, ...]:
 @cache
 def by_option() -> Mapping[str, Argument]:
     """Spelling with dashes -> argument, second spellings included."""
-    found = {argument.spelled: argument for argument in arguments()}
+    by_spelling = {argument.spelled: argument for argument in arguments()}
     # Second: a row of its own wins over another row's alias.
     for argument in arguments():
         for spelling in _second_spellings(argument):
-            found.setdefault(spelling, argument)
-    return found
+            by_spelling.setdefault(spelling, argument)
+    return by_spelling
 
 
 @cache
 def by_dest() -> Mapping[str, Argument]:
     """Attribute -> the argument that sets it; of several that do the first."""
-    found: dict[str, Argument] = {}
+    table: dict[str, Argument] = {}
     for argument in arguments():
-        found.setdefault(argument.dest, argument)
-    return found
+        table.setdefault(argument.dest, argument)
+    return table
 
 
 def defaults(version: Version) -> dict[str, Any]:
@@ -166,11 +166,11 @@ def defaults(version: Version) -> dict[str, Any]:
 
 def keys_with_options() -> dict[str, list[str]]:
     """Key -> the spellings that decide it."""
-    found: dict[str, list[str]] = {}
+    spellings: dict[str, list[str]] = {}
     for argument in arguments():
         for key in argument.keys if argument.versions != "older" else ():
-            found.setdefault(key, []).append(argument.spelled)
-    return found
+            spellings.setdefault(key, []).append(argument.spelled)
+    return spellings
 
 
 def explain_option(option: str) -> str | None:

@@ -12,7 +12,7 @@ from mt_core.config.fields import Section
 from mt_core.config.sections import section_type, section_types
 from mt_core.plugins import PluginHost
 from mt_core.specs import FEED_FORWARDS
-from mt_import.megatron_arguments.command_line import Given
+from mt_import.megatron_arguments.command_line import ParsedArgument
 from mt_import.megatron_arguments.derived import derive_values, padded_vocab_size
 from mt_import.megatron_arguments.entry_scripts import EntryScript
 from mt_import.megatron_arguments.refusals import Refusal, find_refusals
@@ -75,13 +75,13 @@ def _type_of(name: str, values: Mapping[str, Any], host: PluginHost) -> type[Sec
 
 
 def _idle_keys(name: str, values: Mapping[str, Any], type_: type[Section], selector: str | None) -> dict[str, str]:
-    found = {}
+    reasons = {}
     for key in values:
         if key not in type_.model_fields:
-            found[key] = f"{name}.{selector}={values.get(selector or '')} does not have it"
+            reasons[key] = f"{name}.{selector}={values.get(selector or '')} does not have it"
         elif reason := _unmet(name, key, values, type_):
-            found[key] = reason
-    return found
+            reasons[key] = reason
+    return reasons
 
 
 def _unmet(name: str, key: str, values: Mapping[str, Any], type_: type[Section]) -> str | None:
@@ -137,13 +137,15 @@ class Translation:
         return padded_vocab_size(size, multiple, ranks) if size is not None else None
 
 
-def version_of(given: Mapping[str, Given]) -> Version:
+def version_of(parsed_arguments: Mapping[str, ParsedArgument]) -> Version:
     """Megatron's main branch, unless an argument is only older versions'."""
-    return "0.12" if any(one.argument.versions in ("0.12", "older") for one in given.values()) else "main"
+    return (
+        "0.12" if any(parsed.argument.versions in ("0.12", "older") for parsed in parsed_arguments.values()) else "main"
+    )
 
 
 def translate(
-    given: Mapping[str, Given],
+    parsed_arguments: Mapping[str, ParsedArgument],
     entry: EntryScript,
     host: PluginHost,
     *,
@@ -152,7 +154,7 @@ def translate(
     world_size: int | None = None,
     is_part: bool = False,
 ) -> Translation:
-    """given: attribute -> argument, as `parse_arguments` returns them. source: what messages call them.
+    """parsed_arguments: attribute -> argument, as `parse_arguments` returns them. source: what messages call them.
 
     is_part: the arguments are those of a model, and others are given elsewhere: none is missing, and only sections that
     an argument decides are written, with all of [model].
@@ -160,9 +162,9 @@ def translate(
     Arguments that cannot be done, or belong to what the entry script has in its code, are left out and accounted for as
     refused. Raises ConfigError for arguments that contradict one another, and for a model that no family is.
     """
-    version = version or version_of(given)
-    refusals = find_refusals(given, version, host)
-    kept = {dest: one.value for dest, one in given.items() if dest not in refusals}
+    version = version or version_of(parsed_arguments)
+    refusals = find_refusals(parsed_arguments, version, host)
+    kept = {dest: parsed.value for dest, parsed in parsed_arguments.items() if dest not in refusals}
     values = derive_values(kept, entry, version, world_size, is_part=is_part)
     dropped = dropped_keys(values) | _not_installed(host)
     tree = as_tree({key: value for key, value in run_keys(values, entry, version).items() if key not in dropped})
@@ -171,13 +173,17 @@ def translate(
     for section in entry.fixed_sections:
         tree.pop(section, None)
     if is_part:
-        _keep_named(tree, given)
+        _keep_named(tree, parsed_arguments)
     # Idle keys before defaults: whether a key counts depends on values that may be defaults.
     idle = dropped | remove_idle_keys(tree, host)
     same = remove_defaults(tree, host)
     # After derive_values: these arguments take part in Megatron's validation.
-    refusals |= {dest: Refusal(one, entry.fixed) for dest, one in given.items() if _is_fixed(one.argument, entry)}
-    accounts = [_account(dest, one, refusals, tree, idle, same) for dest, one in given.items()]
+    refusals |= {
+        dest: Refusal(parsed, entry.fixed)
+        for dest, parsed in parsed_arguments.items()
+        if _is_fixed(parsed.argument, entry)
+    }
+    accounts = [_account(dest, parsed, refusals, tree, idle, same) for dest, parsed in parsed_arguments.items()]
     # Keys that no given argument names: Megatron's defaults and derived values, which differ from ours.
     named = {key for account in accounts for key in account.keys}
     written = {key: value for key, value in dotted(tree).items() if key not in named}
@@ -191,9 +197,9 @@ def _not_installed(host: PluginHost) -> dict[str, str]:
     return dict.fromkeys(("train.callbacks", *PROFILE_KEYS), "[profile] is a section of mt-tools; install it")
 
 
-def _keep_named(tree: Tree, given: Mapping[str, Given]) -> None:
+def _keep_named(tree: Tree, parsed_arguments: Mapping[str, ParsedArgument]) -> None:
     """Remove keys that no given argument decides, except those of [model]."""
-    named = {key for one in given.values() for key in one.argument.keys}
+    named = {key for parsed in parsed_arguments.values() for key in parsed.argument.keys}
     for section in [name for name in tree if name != "model"]:
         tree[section] = {key: value for key, value in tree[section].items() if f"{section}.{key}" in named}
 
@@ -206,36 +212,36 @@ def _is_fixed(argument: Argument, entry: EntryScript) -> bool:
 
 def dotted(tree: Mapping[str, Mapping[str, Any]]) -> dict[str, Any]:
     """Sections as dotted keys, those of model.moe one by one."""
-    found = {f"{section}.{key}": value for section, keys in tree.items() for key, value in keys.items()}
-    moe = found.pop("model.moe", None) or {}
-    return found | {f"model.moe.{key}": value for key, value in moe.items()}
+    flat = {f"{section}.{key}": value for section, keys in tree.items() for key, value in keys.items()}
+    moe = flat.pop("model.moe", None) or {}
+    return flat | {f"model.moe.{key}": value for key, value in moe.items()}
 
 
 def _account(
     dest: str,
-    one: Given,
+    parsed: ParsedArgument,
     refusals: Mapping[str, Refusal],
     tree: Tree,
     idle: Mapping[str, str],
     same: Mapping[str, Any],
 ) -> Account:
-    argument = one.argument
+    argument = parsed.argument
     if dest in refusals:
-        return Account(one.words, "refused", {}, refusals[dest].reason)
+        return Account(parsed.words, "refused", {}, refusals[dest].reason)
     if argument.outcome == "none":
-        return Account(one.words, "no effect", {}, argument.why_without_effect)
+        return Account(parsed.words, "no effect", {}, argument.why_without_effect)
     flat = dotted(tree)
-    if found := {key: flat[key] for key in argument.keys if key in flat}:
+    if keys := {key: flat[key] for key in argument.keys if key in flat}:
         # model.family follows from many arguments; it is shown for one that decides nothing else.
-        own = {key: value for key, value in found.items() if key != "model.family"}
-        return Account(one.words, "translated", own or found, "")
+        without_family = {key: value for key, value in keys.items() if key != "model.family"}
+        return Account(parsed.words, "translated", without_family or keys, "")
     if equal := {key: same[key] for key in argument.keys if key in same}:
-        return Account(one.words, "default", equal, "")
+        return Account(parsed.words, "default", equal, "")
     reason = next(
         (idle[key] for key in argument.keys if key in idle),
         "says what is so without it, or does not count with the other arguments",
     )
-    return Account(one.words, "no effect", {}, reason)
+    return Account(parsed.words, "no effect", {}, reason)
 
 
 def _ordered(tree: Tree, host: PluginHost) -> Tree:

@@ -104,11 +104,11 @@ def is_accelerate(values: Mapping[str, Any]) -> bool:
 
 def keys_with_fields() -> dict[str, list[str]]:
     """Key -> what it is called in the YAML file."""
-    own = {SELECTIVE: "recompute.recompute_granularity", POSITIONS: "model.position_embedding_type"}
-    found: dict[str, list[str]] = {"precision.dtype": ["mixed_precision"]}
-    for name, key in {**KEYS, **own}.items():
-        found.setdefault(key, []).append(PREFIX + name)
-    return found
+    special = {SELECTIVE: "recompute.recompute_granularity", POSITIONS: "model.position_embedding_type"}
+    fields: dict[str, list[str]] = {"precision.dtype": ["mixed_precision"]}
+    for name, key in {**KEYS, **special}.items():
+        fields.setdefault(key, []).append(PREFIX + name)
+    return fields
 
 
 def import_accelerate(values: Mapping[str, Any], source: str) -> ImportResult:
@@ -124,8 +124,8 @@ def import_accelerate(values: Mapping[str, Any], source: str) -> ImportResult:
                 f"distributed_type={kind} is not read; it can be {', '.join(SUPPORTED_TYPES)}. "
                 "docs/guides/parallelism.md has what corresponds to FSDP and DeepSpeed"
             )
-    given = values.get("megatron_lm_config") or {}
-    fields = {str(key).removeprefix(PREFIX): value for key, value in given.items()}
+    config = values.get("megatron_lm_config") or {}
+    fields = {str(key).removeprefix(PREFIX): value for key, value in config.items()}
     for name in fields:
         with problems.collect():
             _require_known(name, [*KEYS, *IDLE, *REFUSED, *OWN], PREFIX)

@@ -10,7 +10,7 @@ from typing import Any
 
 from mt_core.errors import ConfigError, did_you_mean
 from mt_core.plugins import PluginHost
-from mt_import.megatron_arguments.command_line import Given
+from mt_import.megatron_arguments.command_line import ParsedArgument
 from mt_import.megatron_arguments.entry_scripts import entry_script
 from mt_import.megatron_arguments.table import Argument, arguments, by_dest
 from mt_import.megatron_arguments.translation import Account, translate
@@ -170,14 +170,14 @@ def import_bridge(values: Mapping[str, Any], source: str, host: PluginHost, opti
     flat = dict(_flat(values, values))
     nemo = in_megatrons_words(flat) if "trainer" in values else None
     flat = flat if nemo is None else nemo.flat
-    given, unknown = given_of(flat, NEMO_PATHS if nemo is not None else BRIDGE_PATHS)
-    given |= _joint(flat)
-    _apply_weight_decay(given)
-    hybrid = "hybrid" if "hybrid_override_pattern" in given else "gpt"
+    parsed_arguments, unknown = given_of(flat, NEMO_PATHS if nemo is not None else BRIDGE_PATHS)
+    parsed_arguments |= _joint(flat)
+    _apply_weight_decay(parsed_arguments)
+    hybrid = "hybrid" if "hybrid_override_pattern" in parsed_arguments else "gpt"
     entry = entry_script(options.entry or (hybrid if nemo is None else nemo.entry))
-    translation = translate(given, entry, host, source=source, version=options.version or "main")
+    translation = translate(parsed_arguments, entry, host, source=source, version=options.version or "main")
     processes = _processes(flat, options)
-    result = result_of(translation, f"{source} with {len(given)} values", processes)
+    result = result_of(translation, f"{source} with {len(parsed_arguments)} values", processes)
     result = replace(result, accounts=[*result.accounts, *unknown])
     return result if nemo is None else _of_nemo(result, nemo)
 
@@ -194,13 +194,13 @@ def _of_nemo(result: ImportResult, nemo: NemoValues) -> ImportResult:
 
 def _with_keys_of_gpt(result: ImportResult, nemo: NemoValues) -> ImportResult:
     model, accounts = result.sections["model"], list(result.accounts)
-    for found in nemo.of_gpt.values():
+    for setting in nemo.of_gpt.values():
         if model["family"] == "gpt":
-            model = {**model, **found.keys}
-            keys = {f"model.{key}": value for key, value in found.keys.items()}
-            accounts.append(Account(found.path, "translated", keys, ""))
+            model = {**model, **setting.keys}
+            keys = {f"model.{key}": value for key, value in setting.keys.items()}
+            accounts.append(Account(setting.path, "translated", keys, ""))
         else:
-            accounts.append(Account(found.path, "refused", {}, f"model.family={model['family']} has no such key"))
+            accounts.append(Account(setting.path, "refused", {}, f"model.family={model['family']} has no such key"))
     return replace(result, sections={**result.sections, "model": model}, accounts=accounts)
 
 
@@ -229,13 +229,13 @@ def _resolved(value: Any, here: str, root: Mapping[str, Any], trail: tuple[str, 
         raise ConfigError(f"{here} is ???, a value that has to be given")
     if not isinstance(value, str):
         return value
-    if found := _PRODUCT.fullmatch(value):
-        factors = [_factor(text.strip(), here, root, trail) for text in found.groups()]
+    if match := _PRODUCT.fullmatch(value):
+        factors = [_factor(text.strip(), here, root, trail) for text in match.groups()]
         return factors[0] * factors[1]
-    if found := _REFERENCE.fullmatch(value):
+    if match := _REFERENCE.fullmatch(value):
         # A leading dot is a sibling of the key.
-        base = here.split(".")[:-1] if found[1] else []
-        return _looked_up([*base, *found[2].split(".")], here, root, trail)
+        base = here.split(".")[:-1] if match[1] else []
+        return _looked_up([*base, *match[2].split(".")], here, root, trail)
     return value
 
 
@@ -260,10 +260,10 @@ def _looked_up(path: list[str], here: str, root: Mapping[str, Any], trail: tuple
     return _resolved(place, key, root, (*trail, key))
 
 
-def given_of(flat: Mapping[str, Any], places: Sequence[str]) -> tuple[dict[str, Given], list[Account]]:
+def given_of(flat: Mapping[str, Any], places: Sequence[str]) -> tuple[dict[str, ParsedArgument], list[Account]]:
     """Attributes by their paths, and an account of each value that is no argument of Megatron's. places: the sections
     that hold attributes. Raises ConfigError for two paths that give one attribute other values."""
-    given: dict[str, Given] = {}
+    parsed_arguments: dict[str, ParsedArgument] = {}
     unknown = []
     for path, value in flat.items():
         # Both divide Megatron's attributes over their sections. Elsewhere a name means another thing.
@@ -282,24 +282,24 @@ def given_of(flat: Mapping[str, Any], places: Sequence[str]) -> tuple[dict[str, 
             continue
         # A dump has every attribute; those with Megatron's default count as not given.
         if value != argument.default:
-            one = Given(argument, path, value)
-            before = given.get(argument.dest, one)
-            given[argument.dest] = chosen = _counting(before, one)
+            parsed = ParsedArgument(argument, path, value)
+            before = parsed_arguments.get(argument.dest, parsed)
+            parsed_arguments[argument.dest] = chosen = _counting(before, parsed)
             unknown += [
                 Account(f"{other.spelled} {other.value}", "no effect", {}, f"{chosen.spelled}={chosen.value} counts")
-                for other in (before, one)
+                for other in (before, parsed)
                 if other.value != chosen.value
             ]
-    return given, unknown
+    return parsed_arguments, unknown
 
 
-def _counting(before: Given, now: Given) -> Given:
+def _counting(before: ParsedArgument, now: ParsedArgument) -> ParsedArgument:
     """The value that counts where two paths have one attribute. Raises ConfigError where it is not known which."""
     if before.value == now.value:
         return now
-    for one in (before, now):
-        if one.spelled == FIRST.get(one.argument.dest):
-            return one
+    for parsed in (before, now):
+        if parsed.spelled == FIRST.get(parsed.argument.dest):
+            return parsed
     raise ConfigError(
         f"{before.spelled}={before.value} and {now.spelled}={now.value} are one setting; make them equal, or leave one "
         "out"
@@ -336,33 +336,33 @@ def _value(argument: Argument, name: str, value: Any) -> Any:
     return [str(x) for x in value] if argument.dest == "data_path" and isinstance(value, list) else value
 
 
-def _joint(flat: Mapping[str, Any]) -> dict[str, Given]:
+def _joint(flat: Mapping[str, Any]) -> dict[str, ParsedArgument]:
     """What several keys say together, or one by another polarity."""
     last = {path.rpartition(".")[2]: value for path, value in flat.items()}
-    found: dict[str, Any] = {}
+    values: dict[str, Any] = {}
     if last.get("share_embeddings_and_output_weights") is False:
-        found["untie_embeddings_and_output_weights"] = True
-    found |= _activation(str(last.get("activation_func") or last.get("activation") or ""), last)
-    found |= _rope_scaling(flat)
+        values["untie_embeddings_and_output_weights"] = True
+    values |= _activation(str(last.get("activation_func") or last.get("activation") or ""), last)
+    values |= _rope_scaling(flat)
     # Bridge's mixed_precision wins over the switches of its model.
     precision = str(last.get("mixed_precision") or last.get("precision") or last.get("params_dtype") or "")
     if last.get("bf16") or "bf" in precision:
-        found["bf16"] = True
+        values["bf16"] = True
     elif last.get("fp16") or precision in ("16", "16-mixed", "torch.float16", "fp16_mixed"):
-        found["fp16"] = True
+        values["fp16"] = True
     if last.get("max_position_embeddings") is None and last.get("seq_length") is not None:
         # Bridge's models have a table of positions for the length of a sample.
-        found["max_position_embeddings"] = last["seq_length"]
+        values["max_position_embeddings"] = last["seq_length"]
     if flat.get("tokenizer.vocab_size") is not None:
-        found["vocab_size"] = flat["tokenizer.vocab_size"]
+        values["vocab_size"] = flat["tokenizer.vocab_size"]
     # Megatron's parser has a flag beside the number.
     if last.get("num_query_groups"):
-        found["group_query_attention"] = True
+        values["group_query_attention"] = True
     if isinstance(betas := last.get("betas"), list):
-        found |= {"adam_beta1": float(betas[0]), "adam_beta2": float(betas[1])}
-    found |= _nemo_tokenizer(flat)
+        values |= {"adam_beta1": float(betas[0]), "adam_beta2": float(betas[1])}
+    values |= _nemo_tokenizer(flat)
     rows = {argument.dest: argument for argument in arguments()}
-    return {dest: Given(rows[dest], rows[dest].spelled, value) for dest, value in found.items()}
+    return {dest: ParsedArgument(rows[dest], rows[dest].spelled, value) for dest, value in values.items()}
 
 
 def _activation(name: str, last: Mapping[str, Any]) -> dict[str, bool]:
@@ -389,19 +389,19 @@ def _rope_scaling(flat: Mapping[str, Any]) -> dict[str, Any]:
     return {"use_rope_scaling": True, "rope_scaling_factor": float(factor)}
 
 
-def _apply_weight_decay(given: dict[str, Given]) -> None:
+def _apply_weight_decay(parsed_arguments: dict[str, ParsedArgument]) -> None:
     """Bridge's scheduler sets the weight decay from its own start and end, whatever the optimizer's says."""
-    start, end = given.get("start_weight_decay"), given.get("end_weight_decay")
-    style = given.get("weight_decay_incr_style")
+    start, end = parsed_arguments.get("start_weight_decay"), parsed_arguments.get("end_weight_decay")
+    style = parsed_arguments.get("weight_decay_incr_style")
     if end is not None and (style is None or style.value == "constant"):
         if start is not None and start.value != end.value:
             raise ConfigError(
                 f"{start.spelled}={start.value} and {end.spelled}={end.value} with weight_decay_incr_style=constant; "
                 "make them equal, or choose linear or cosine"
             )
-        given["weight_decay"] = Given(by_dest()["weight_decay"], end.spelled, end.value)
-        given.pop("start_weight_decay", None)
-        del given["end_weight_decay"]
+        parsed_arguments["weight_decay"] = ParsedArgument(by_dest()["weight_decay"], end.spelled, end.value)
+        parsed_arguments.pop("start_weight_decay", None)
+        del parsed_arguments["end_weight_decay"]
 
 
 def _nemo_tokenizer(flat: Mapping[str, Any]) -> dict[str, Any]:

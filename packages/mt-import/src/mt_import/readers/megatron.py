@@ -13,7 +13,7 @@ from mt_core.errors import ConfigError, Problems
 from mt_core.plugins import PluginHost
 from mt_import.launch_scripts.launches import ArgumentList, Launch, read_launch
 from mt_import.launch_scripts.variables import Unknowns, is_known
-from mt_import.megatron_arguments.command_line import Given, parse_arguments
+from mt_import.megatron_arguments.command_line import ParsedArgument, parse_arguments
 from mt_import.megatron_arguments.entry_scripts import ENTRY_SCRIPTS, EntryScript, entry_of_file, entry_script
 from mt_import.megatron_arguments.table import Version, by_dest, by_option
 from mt_import.megatron_arguments.translation import Translation, translate
@@ -90,14 +90,16 @@ def import_script(
 
 
 def _import_part(
-    path: Path, found: ArgumentList, words: Sequence[str], host: PluginHost, options: MegatronOptions
+    path: Path, argument_list: ArgumentList, words: Sequence[str], host: PluginHost, options: MegatronOptions
 ) -> ImportResult:
     """A file that only sets arguments for another script: the sections that they decide."""
     entry = entry_script(options.entry or _entry_of_arguments(words))
-    given = parse_arguments(words)
-    names = ", ".join(found.names)
-    translation = translate(given, entry, host, source=path.name, version=options.version, is_part=True)
-    result = result_of(translation, f"{path.name}: {names} with {len(given)} arguments", Processes(options.world_size))
+    parsed_arguments = parse_arguments(words)
+    names = ", ".join(argument_list.names)
+    translation = translate(parsed_arguments, entry, host, source=path.name, version=options.version, is_part=True)
+    result = result_of(
+        translation, f"{path.name}: {names} with {len(parsed_arguments)} arguments", Processes(options.world_size)
+    )
     note = (
         f"{path.name} starts no program: {names} becomes a part of a configuration. Add what other files give: a "
         "learning rate, batch size, length and data. Dropout that it does not give is none"
@@ -118,11 +120,11 @@ def notes_on_environment(environment: Mapping[str, str]) -> Iterator[str]:
 
 
 def _entry(launch: Launch, options: MegatronOptions) -> tuple[EntryScript, list[str]]:
-    found = entry_of_file(launch.script)
+    entry = entry_of_file(launch.script)
     if options.entry is not None:
         return entry_script(options.entry), []
-    if found is not None:
-        return found, []
+    if entry is not None:
+        return entry, []
     note = f"{launch.script} is none of Megatron's scripts, and is read as pretrain_gpt.py; --entry names another"
     return entry_script(DEFAULT_ENTRY), [note]
 
@@ -135,24 +137,24 @@ def _processes(launch: Launch, options: MegatronOptions) -> Processes:
 
 def _known_words(words: Sequence[str], unknowns: Unknowns) -> list[str]:
     """The words with every value that counts. Raises one ConfigError that names each that is not known."""
-    problems, found = Problems(), list[str]()
+    problems, known = Problems(), list[str]()
     for option, values in _by_option(words):
         group = [option, *values] if option else values
         argument = by_option().get(option)
         # A value that has no effect need not be known, such as the folder of TensorBoard.
         if argument is not None and argument.outcome == "none":
-            found += [unknowns.readable(word) for word in group]
+            known += [unknowns.readable(word) for word in group]
             continue
         for reason in unknowns.reasons_in(group):
             with problems.collect():
                 raise ConfigError(f"{unknowns.readable(' '.join(group))}: {reason}")
-        found += group
+        known += group
     # A missing file matters only if a value is unknown: it may be what would set it.
     for absent in unknowns.absent_files if problems.errors else ():
         with problems.collect():
             raise ConfigError(absent)
     problems.stop_if_any()
-    return found
+    return known
 
 
 def _without_unset_words(words: Sequence[str], unknowns: Unknowns) -> tuple[list[str], list[str]]:
@@ -170,16 +172,16 @@ def _without_unset_words(words: Sequence[str], unknowns: Unknowns) -> tuple[list
     return kept, notes
 
 
-def _number_of_values(option: str, given: int) -> int:
+def _number_of_values(option: str, num_values: int) -> int:
     """How many of the words behind an option are its values."""
     argument = by_option().get(option.partition("=")[0])
     if argument is None:
-        return 0 if not option else given
+        return 0 if not option else num_values
     if argument.is_flag or "=" in option:
         return 0
     if argument.count.isdigit() or not argument.count:
         return int(argument.count or 1)
-    return given
+    return num_values
 
 
 def _by_option(words: Sequence[str]) -> Iterator[tuple[str, list[str]]]:
@@ -222,13 +224,15 @@ def import_checkpoint(path: Path, host: PluginHost, options: MegatronOptions) ->
     stored = metadata[KEY]["args"]
     family = metadata["config"]["model"]["family"]
     entry = entry_script(options.entry or FAMILIES.get(family, "gpt"))
-    given = {dest: given for dest, value in stored.items() if (given := _given(dest, value, stored)) is not None}
-    translation = translate(given, entry, host, source=str(path), version=options.version or "main")
+    parsed_arguments = {
+        dest: parsed for dest, value in stored.items() if (parsed := _given(dest, value, stored)) is not None
+    }
+    translation = translate(parsed_arguments, entry, host, source=str(path), version=options.version or "main")
     processes = Processes(options.world_size or stored.get("world_size"))
-    return result_of(translation, f"{path} with {len(given)} arguments that are no defaults", processes)
+    return result_of(translation, f"{path} with {len(parsed_arguments)} arguments that are no defaults", processes)
 
 
-def _given(dest: str, value: Any, stored: Mapping[str, Any]) -> Given | None:
+def _given(dest: str, value: Any, stored: Mapping[str, Any]) -> ParsedArgument | None:
     """An attribute as the argument that was given for it; None for defaults and what validation filled in."""
     argument = by_dest().get(dest)
     value = _plain(value)
@@ -239,7 +243,7 @@ def _given(dest: str, value: Any, stored: Mapping[str, Any]) -> Given | None:
         return None
     if argument.count and not isinstance(value, list):
         value = [value]
-    return None if value == argument.default else Given(argument, argument.spelled, value)
+    return None if value == argument.default else ParsedArgument(argument, argument.spelled, value)
 
 
 def _follows(dest: str, value: Any, stored: Mapping[str, Any]) -> bool:

@@ -71,14 +71,14 @@ class NemoKey:
 def in_megatrons_words(flat: Mapping[str, Any]) -> NemoValues:
     """Raises ConfigError for another kind of model, and for a schedule, optimizer or norm that is not read."""
     for beginning, why in OTHER_MODELS.items():
-        if found := [key for key, value in flat.items() if key.startswith(beginning) and value is not None]:
-            raise ConfigError(f"{found[0]}: {why}")
+        if keys := [key for key, value in flat.items() if key.startswith(beginning) and value is not None]:
+            raise ConfigError(f"{keys[0]}: {why}")
     missing = [key for key, value in flat.items() if value == MISSING]
     # A file may have the key as a comment alone; then there is no training without it either.
     missing += [] if flat.get(DATA) is not None or flat.get(MOCK) else [DATA]
     changed = [key for key, (same, _) in CHANGES.items() if flat.get(key) is not None and flat[key] not in same]
     refused = [Account(f"{key} {flat[key]}", "refused", {}, CHANGES[key][1]) for key in changed]
-    of_gpt = {found.path: found for found in _beyond_megatron(flat)}
+    of_gpt = {setting.path: setting for setting in _beyond_megatron(flat)}
     apart = {*missing, *changed, *of_gpt}
     kept = {key: value for key, value in flat.items() if key not in apart}
     kept |= _schedule(kept) | _optimizer(kept) | _normalization(kept) | _fp8(kept) | _layer_pattern(kept)
@@ -122,12 +122,12 @@ def _schedule(flat: Mapping[str, Any]) -> dict[str, Any]:
         raise ConfigError(
             f"{SCHEDULER}.name={name} is not read; it can be {', '.join(STYLES)}{did_you_mean(str(name), STYLES)}"
         )
-    found: dict[str, Any] = {f"{SCHEDULER}.lr_decay_style": STYLES[name]}
+    values: dict[str, Any] = {f"{SCHEDULER}.lr_decay_style": STYLES[name]}
     if constant := flat.get(f"{SCHEDULER}.constant_steps"):
-        found |= {f"{SCHEDULER}.lr_decay_iters": _max_steps(flat) - int(constant), f"{SCHEDULER}.constant_steps": None}
+        values |= {f"{SCHEDULER}.lr_decay_iters": _max_steps(flat) - int(constant), f"{SCHEDULER}.constant_steps": None}
     if ratio := flat.get(f"{SCHEDULER}.warmup_ratio"):
-        found |= {f"{SCHEDULER}.warmup_steps": int(float(ratio) * _max_steps(flat)), f"{SCHEDULER}.warmup_ratio": None}
-    return found
+        values |= {f"{SCHEDULER}.warmup_steps": int(float(ratio) * _max_steps(flat)), f"{SCHEDULER}.warmup_ratio": None}
+    return values
 
 
 def _optimizer(flat: Mapping[str, Any]) -> dict[str, Any]:
@@ -143,8 +143,8 @@ def _normalization(flat: Mapping[str, Any]) -> dict[str, Any]:
         return {}
     if str(name).lower() not in NORMALIZATIONS:
         raise ConfigError(f"model.normalization={name} is not read; it can be {', '.join(NORMALIZATIONS)}")
-    found: dict[str, Any] = {"model.normalization": NORMALIZATIONS[str(name).lower()]}
-    return found | ({"model.apply_layernorm_1p": True} if str(name).lower() == "layernorm1p" else {})
+    values: dict[str, Any] = {"model.normalization": NORMALIZATIONS[str(name).lower()]}
+    return values | ({"model.apply_layernorm_1p": True} if str(name).lower() == "layernorm1p" else {})
 
 
 def _fp8(flat: Mapping[str, Any]) -> dict[str, Any]:

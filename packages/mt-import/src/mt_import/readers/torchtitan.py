@@ -104,10 +104,10 @@ NOTE_DECAY = "torchtitan decays norms, too; here optimizer.weight_decay is that 
 class Settings:
     """The keys of a file, dotted, and torchtitan's defaults behind them."""
 
-    given: Mapping[str, Any]
+    values: Mapping[str, Any]
 
     def __getitem__(self, key: str) -> Any:
-        return self.given.get(key, DEFAULTS.get(key))
+        return self.values.get(key, DEFAULTS.get(key))
 
 
 def is_torchtitan(values: Mapping[str, Any]) -> bool:
@@ -118,15 +118,15 @@ def is_torchtitan(values: Mapping[str, Any]) -> bool:
 
 def import_torchtitan(values: Values, source: str, host: PluginHost) -> ImportResult:
     """Raises ConfigError for a model or flavor that no preset is, and values that cannot be read."""
-    given = {f"{section}.{key}": value for section, keys in values.items() for key, value in _items(section, keys)}
-    renamed = {new: given[old] for old, new in OLD_NAMES.items() if old in given}
-    settings = Settings({**renamed, **given})
+    flat = {f"{section}.{key}": value for section, keys in values.items() for key, value in _items(section, keys)}
+    renamed = {new: flat[old] for old, new in OLD_NAMES.items() if old in flat}
+    settings = Settings({**renamed, **flat})
     decided: dict[str, Keys] = {}
     for name, rule in RULES.items():
         decided[name] = rule(settings)
     tree = as_tree({key: value for keys in decided.values() for key, value in keys.items()})
     tree["model"] = {**model_section(*_chosen(settings), host), **tree.get("model", {})}
-    accounts = [_account(key, value, decided, settings) for key, value in given.items()]
+    accounts = [_account(key, value, decided, settings) for key, value in flat.items()]
     named = {key for account in accounts for key in account.keys}
     written = {f"{section}.{key}": value for section, keys in tree.items() for key, value in keys.items()}
     written = {key: value for key, value in written.items() if key not in named and not key.startswith("model.")}
@@ -146,7 +146,7 @@ def _items(section: str, keys: Any) -> Iterator[tuple[str, Any]]:
         raise ConfigError(f"{section}: got a {type(keys).__name__}, expected a section of torchtitan")
     for key, value in keys.items():
         if isinstance(value, Mapping):
-            yield from ((f"{key}.{inner}", one) for inner, one in _items(f"{section}.{key}", value))
+            yield from ((f"{key}.{inner}", entry) for inner, entry in _items(f"{section}.{key}", value))
         else:
             yield str(key), value
 
@@ -191,12 +191,12 @@ def _schedule(settings: Settings) -> Keys:
     warmup, ratio = min(int(settings["lr_scheduler.warmup_steps"]), steps), settings["lr_scheduler.decay_ratio"]
     if kind not in TAILS:
         raise ConfigError(f"lr_scheduler.decay_type={kind} is not read; it can be {', '.join(TAILS)}")
-    found: Keys = {"lr_schedule.lr_warmup_iters": warmup}
+    keys: Keys = {"lr_schedule.lr_warmup_iters": warmup}
     if ratio is None and kind != "sqrt":
-        return {**found, "lr_schedule.lr_decay_style": kind}
+        return {**keys, "lr_schedule.lr_decay_style": kind}
     tail = steps - warmup if ratio is None else min(round(steps * float(ratio)), steps - warmup)
     return {
-        **found,
+        **keys,
         "lr_schedule.lr_decay_style": "WSD",
         "lr_schedule.lr_wsd_decay_style": TAILS[kind],
         "lr_schedule.lr_wsd_decay_iters": tail,
@@ -204,21 +204,21 @@ def _schedule(settings: Settings) -> Keys:
 
 
 def _train(settings: Settings) -> Keys:
-    found: Keys = {
+    keys: Keys = {
         "train.micro_batch_size": micro_batch_size(settings),
         "train.train_iters": int(settings["training.steps"]),
         "data.seq_length": int(settings["training.seq_len"]),
         "train.sample_prompt": "",
     }
     if (batch := _global_batch_size(settings)) is not None:
-        found["train.global_batch_size"] = batch
+        keys["train.global_batch_size"] = batch
     if settings["training.seed"] is not None:
-        found["train.seed"] = int(settings["training.seed"])
+        keys["train.seed"] = int(settings["training.seed"])
     if settings["training.deterministic"]:
-        found["train.deterministic"] = True
+        keys["train.deterministic"] = True
     if settings["compile.enable"]:
-        found["train.compile"] = "blocks"
-    return found
+        keys["train.compile"] = "blocks"
+    return keys
 
 
 def micro_batch_size(settings: Settings) -> int:
@@ -263,30 +263,30 @@ def _notes(settings: Settings) -> list[str]:
 
 
 def _precision(settings: Settings) -> Keys:
-    found: Keys = {"precision.dtype": "bf16" if settings["training.mixed_precision_param"] == "bfloat16" else "fp32"}
+    keys: Keys = {"precision.dtype": "bf16" if settings["training.mixed_precision_param"] == "bfloat16" else "fp32"}
     converters = settings["model.converters"] or []
     names = converters.split(",") if isinstance(converters, str) else list(converters)
     if unknown := [name for name in names if not str(name).endswith("float8") and not str(name).startswith("float8")]:
         raise ConfigError(f"model.converters={unknown} cannot be done; float8 can")
     if names:
-        found |= {"precision.fp8_format": "hybrid", "precision.fp8_recipe": "tensorwise"}
-    return found
+        keys |= {"precision.fp8_format": "hybrid", "precision.fp8_recipe": "tensorwise"}
+    return keys
 
 
 def _parallel(settings: Settings) -> Keys:
     sizes = {"tensor": "tensor_model", "context": "context", "expert": "expert_model", "pipeline": "pipeline_model"}
-    found: Keys = {
+    keys: Keys = {
         f"parallel.{ours}_parallel_size": size
         for theirs, ours in sizes.items()
         if (size := int(settings[f"parallelism.{theirs}_parallel_degree"])) > 1
     }
     if int(settings["parallelism.tensor_parallel_degree"]) > 1:
-        found["parallel.sequence_parallel"] = True
+        keys["parallel.sequence_parallel"] = True
     if int(settings["parallelism.expert_parallel_degree"]) > 1:
-        found["parallel.expert_tensor_parallel_size"] = int(settings["parallelism.expert_tensor_parallel_degree"])
+        keys["parallel.expert_tensor_parallel_size"] = int(settings["parallelism.expert_tensor_parallel_degree"])
     if settings["parallelism.enable_async_tensor_parallel"]:
-        found["parallel.tp_comm_overlap"] = True
-    return found | _pipeline(settings) | _sharding(settings)
+        keys["parallel.tp_comm_overlap"] = True
+    return keys | _pipeline(settings) | _sharding(settings)
 
 
 def _pipeline(settings: Settings) -> Keys:
@@ -297,10 +297,10 @@ def _pipeline(settings: Settings) -> Keys:
         raise ConfigError(
             f"parallelism.pipeline_parallel_schedule={schedule} is not read; it can be {', '.join(SCHEDULES)}"
         )
-    found: Keys = {"parallel.pipeline_schedule": SCHEDULES[schedule]}
+    keys: Keys = {"parallel.pipeline_schedule": SCHEDULES[schedule]}
     if schedule not in SINGLE_STAGE:
-        found["parallel.virtual_pipeline_model_parallel_size"] = 2
-    return found
+        keys["parallel.virtual_pipeline_model_parallel_size"] = 2
+    return keys
 
 
 def _sharding(settings: Settings) -> Keys:
@@ -331,22 +331,22 @@ def _recompute(settings: Settings) -> Keys:
 
 
 def _checkpoint(settings: Settings) -> Keys:
-    found: Keys = {"checkpoint.save_interval": None}
+    keys: Keys = {"checkpoint.save_interval": None}
     if settings["checkpoint.enable"]:
         keep = int(settings["checkpoint.keep_latest_k"])
-        found = {"checkpoint.save_interval": int(settings["checkpoint.interval"])}
-        found |= {"checkpoint.keep_last": keep} if keep else {}
+        keys = {"checkpoint.save_interval": int(settings["checkpoint.interval"])}
+        keys |= {"checkpoint.keep_last": keep} if keep else {}
     if path := settings["checkpoint.initial_load_path"]:
-        found["checkpoint.load"] = path
-    return found
+        keys["checkpoint.load"] = path
+    return keys
 
 
 def _logging(settings: Settings) -> Keys:
     trackers = {"tensorboard": "metrics.enable_tensorboard", "wandb": "metrics.enable_wandb"}
-    found: Keys = {"logging.log_interval": int(settings["metrics.log_freq"])}
+    keys: Keys = {"logging.log_interval": int(settings["metrics.log_freq"])}
     if used := [tracker for tracker, key in trackers.items() if settings[key]]:
-        found["logging.trackers"] = used
-    return found
+        keys["logging.trackers"] = used
+    return keys
 
 
 RULES: Mapping[str, Callable[[Settings], Keys]] = {

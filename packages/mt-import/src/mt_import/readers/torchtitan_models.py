@@ -137,10 +137,10 @@ def model_section(name: str, flavor: str, host: PluginHost) -> Keys:
     presets: Any = host[MODELS].get(family).presets
     presets = presets.load() if hasattr(presets, "load") else presets
     values, sizes = presets[preset]["model"], SIZES.get((name, flavor), {})
-    found = {"family": family, **values, **sizes}
+    section = {"family": family, **values, **sizes}
     if "moe" in sizes:
-        found["moe"] = {**values["moe"], **sizes["moe"]}
-    return found
+        section["moe"] = {**values["moe"], **sizes["moe"]}
+    return section
 
 
 def note_on_model(name: str, flavor: str) -> str:
