@@ -69,12 +69,12 @@ def require_unchanged(folder: Path, stored: StoredFile, cure: str) -> Path:
     path = folder / stored.name
     try:
         with path.open("rb") as file:
-            found = file_digest(file, "sha256").hexdigest()
+            digest = file_digest(file, "sha256").hexdigest()
     except OSError as error:
         raise DataError(f"{path} cannot be read: {error.strerror}; {cure}") from error
-    if found != stored.sha256:
+    if digest != stored.sha256:
         raise DataError(
-            f"{path} is damaged: its SHA-256 is {found[:16]}..., the manifest has {stored.sha256[:16]}...; {cure}"
+            f"{path} is damaged: its SHA-256 is {digest[:16]}..., the manifest has {stored.sha256[:16]}...; {cure}"
         )
     return path
 

@@ -47,43 +47,44 @@ def byte_progress(what: str, total: int) -> Iterator[Callable[[int], None]]:
         yield lambda count: bar.advance(task, count)
 
 
-def render_inspection(found: Inspection) -> RenderableType:
+def render_inspection(inspection: Inspection) -> RenderableType:
     """Facts, percentiles, histogram and first documents, one below the other."""
-    parts: list[RenderableType] = [_facts(found)]
-    if found.sequences:
-        parts += ["", _percentiles(found.lengths), "", _histogram(found.lengths)]
-    for preview in found.first_documents:
+    parts: list[RenderableType] = [_facts(inspection)]
+    if inspection.sequences:
+        parts += ["", _percentiles(inspection.lengths), "", _histogram(inspection.lengths)]
+    for preview in inspection.first_documents:
         parts += ["", *_document(preview)]
     return Group(*parts)
 
 
-def _facts(found: Inspection) -> Table:
+def _facts(inspection: Inspection) -> Table:
     table = Table.grid(padding=(0, 2))
-    for name, value in _fact_rows(found):
+    for name, value in _fact_rows(inspection):
         table.add_row(name, Text(value))
     return table
 
 
-def _fact_rows(found: Inspection) -> list[tuple[str, str]]:
-    lengths = found.lengths
+def _fact_rows(inspection: Inspection) -> list[tuple[str, str]]:
+    lengths = inspection.lengths
     rows = [
-        ("prefix", found.prefix),
+        ("prefix", inspection.prefix),
         (
             "documents",
-            f"{found.documents:,}" + (f" ({found.empty_documents:,} empty)" if found.empty_documents else ""),
+            f"{inspection.documents:,}"
+            + (f" ({inspection.empty_documents:,} empty)" if inspection.empty_documents else ""),
         ),
-        ("sequences", f"{found.sequences:,}" + (f" ({lengths.empty:,} empty)" if lengths.empty else "")),
-        ("tokens", f"{found.tokens:,}"),
-        ("dtype", found.dtype + (", with modes (multimodal)" if found.multimodal else "")),
-        ("size", f"{found.bin_bytes:,} bytes .bin, {found.idx_bytes:,} bytes .idx"),
+        ("sequences", f"{inspection.sequences:,}" + (f" ({lengths.empty:,} empty)" if lengths.empty else "")),
+        ("tokens", f"{inspection.tokens:,}"),
+        ("dtype", inspection.dtype + (", with modes (multimodal)" if inspection.multimodal else "")),
+        ("size", f"{inspection.bin_bytes:,} bytes .bin, {inspection.idx_bytes:,} bytes .idx"),
     ]
-    if found.manifest is None:
+    if inspection.manifest is None:
         return [*rows, ("manifest", "none; tokenizer and checksums are not known")]
-    tokenizer = found.manifest.tokenizer or {}
+    tokenizer = inspection.manifest.tokenizer or {}
     rows.append(("tokenizer", str(tokenizer.get("tokenizer_type", "not recorded"))))
-    if found.manifest.vocab_size is not None:
-        rows.append(("vocabulary", f"{found.manifest.vocab_size:,}"))
-    return rows + [(key, str(value)) for key, value in found.manifest.extra.items()]
+    if inspection.manifest.vocab_size is not None:
+        rows.append(("vocabulary", f"{inspection.manifest.vocab_size:,}"))
+    return rows + [(key, str(value)) for key, value in inspection.manifest.extra.items()]
 
 
 def _percentiles(lengths: LengthStatistics) -> Table:

@@ -47,15 +47,15 @@ class RunData:
 
     def build_one(self, split: str, name: str | None = None) -> Dataset:
         """One data set; name chooses among several validation sets. Raises when there is none."""
-        found = self.build(checked_split(split))
-        if not found:
+        datasets = self.build(checked_split(split))
+        if not datasets:
             raise DataError(f"this configuration has no data for the {split} split; see data.split and its like")
-        if name is None and len(found) == 1:
-            return next(iter(found.values()))
-        if name is None or name not in found:
-            given = f"--name {name} is not one of" if name else "choose with --name one of"
-            raise ConfigError(f"the {split} split has several sets; {given} {', '.join(found)}")
-        return found[name]
+        if name is None and len(datasets) == 1:
+            return next(iter(datasets.values()))
+        if name is None or name not in datasets:
+            hint = f"--name {name} is not one of" if name else "choose with --name one of"
+            raise ConfigError(f"the {split} split has several sets; {hint} {', '.join(datasets)}")
+        return datasets[name]
 
 
 def load_run_data(config: Path | None, preset: str | None, overrides: list[str] | None) -> RunData:

@@ -41,18 +41,18 @@ def inspect(
     files = {"vocab_file": vocab_file, "merge_file": merge_file, "tokenizer_model": tokenizer_model}
     entries = {key: path for key, path in files.items() if path is not None} | tokenizer_entries(tokenizer or [])
     find = decoder_finder(tokenizer_type, entries, notes.append)
-    found = inspect_dataset(prefix, documents=documents, max_tokens=max_tokens, find_decoder=find)
+    inspection = inspect_dataset(prefix, documents=documents, max_tokens=max_tokens, find_decoder=find)
     if as_json:
         import json
 
-        typer.echo(json.dumps(found.to_json() | {"notes": notes}, ensure_ascii=False))
+        typer.echo(json.dumps(inspection.to_json() | {"notes": notes}, ensure_ascii=False))
         return
     from rich.console import Console
 
     from mt_data.commands.display import render_inspection
 
     console = Console(highlight=False)
-    console.print(render_inspection(found))
+    console.print(render_inspection(inspection))
     for note in notes:
         console.print(note, style="yellow", markup=False)
 
@@ -124,10 +124,10 @@ def summary(report: VerifyReport) -> list[str]:
         if report.manifest
         else "checksums: not compared, there is no manifest",
     ]
-    found = "there are none" if report.min_id is None else f"from {report.min_id} to {report.max_id}"
+    ids = "there are none" if report.min_id is None else f"from {report.min_id} to {report.max_id}"
     if report.vocab_size is None:
-        return [*lines, f"ids: {found}; not compared, give --vocab-size"]
-    return [*lines, f"ids: {found}, all below vocab_size={report.vocab_size}"]
+        return [*lines, f"ids: {ids}; not compared, give --vocab-size"]
+    return [*lines, f"ids: {ids}, all below vocab_size={report.vocab_size}"]
 
 
 # -- merge -------------------------------------------------------------------------------------------

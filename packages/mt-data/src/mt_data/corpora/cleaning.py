@@ -88,8 +88,8 @@ class Cleaner:
             return text, changes, "empty", ""
         document = Document(text)
         for name, rule in self.rules.items():
-            if (found := rule(document, self.options)) is not None:
-                return text, changes, name, found
+            if (detail := rule(document, self.options)) is not None:
+                return text, changes, name, detail
         return text, changes, "", ""
 
     def repair(self, text: str) -> tuple[str, dict[str, int]]:

@@ -73,11 +73,11 @@ def prepare_table(
     sources: Sequence[Path], eval_files: Sequence[Path], keys: Sequence[str], options: OverlapOptions, run: RunOptions
 ) -> dict[str, Any]:
     """Write the n-grams to search for into the work folder; returns notes for the report."""
-    found = collect_grams(eval_files, keys, options.ngram, options.min_ngram)
-    grams, count = found.grams, sum(map(len, found.grams.values()))
+    collected = collect_grams(eval_files, keys, options.ngram, options.min_ngram)
+    grams, count = collected.grams, sum(map(len, collected.grams.values()))
     notes = {
-        "evaluation texts": found.texts,
-        f"of them shorter than {options.min_ngram} words, not searched for": found.too_short,
+        "evaluation texts": collected.texts,
+        f"of them shorter than {options.min_ngram} words, not searched for": collected.too_short,
         "n-grams searched for": count,
     }
     if options.max_documents:
@@ -228,13 +228,13 @@ def collect_grams(paths: Sequence[Path], keys: Sequence[str], ngram: int, min_ng
 
 def eval_texts(record: Record, keys: Sequence[str]) -> Iterator[str]:
     """The texts under the keys, lists of texts item by item."""
-    found = [record.value[key] for key in keys if record.value.get(key) is not None]
-    if not found:
+    values = [record.value[key] for key in keys if record.value.get(key) is not None]
+    if not values:
         names = ", ".join(map(repr, record.value)) or "none"
         raise DataError(
             f"{record.file}:{record.line} has none of --eval-keys {' '.join(keys)}; its keys are {names}, name them"
         )
-    for value in found:
+    for value in values:
         yield from _flat_texts(value)
 
 

@@ -70,10 +70,10 @@ class DisjointSets:
             item = int(parent[item])
         return item
 
-    def union(self, one: int, other: int) -> None:
-        one, other = self.find(one), self.find(other)
+    def union(self, first: int, other: int) -> None:
+        first, other = self.find(first), self.find(other)
         # The smaller id becomes the root, which keeps "a parent is never larger than its child".
-        self.parent[max(one, other)] = min(one, other)
+        self.parent[max(first, other)] = min(first, other)
 
     def flatten(self, chunk: int = 2**20) -> Ids:
         """The smallest id of each id's set. One pass, since parents come before their children."""
@@ -130,13 +130,13 @@ class RowFiles:
 
     def gather(self, ids: Ids) -> NDArray[Any]:
         """The rows of some ids: [ids, width]. A file that none of them is in is not opened."""
-        found = np.empty((len(ids), self.width), self.dtype)
+        rows = np.empty((len(ids), self.width), self.dtype)
         # [ids]; side="right" passes empty files, whose offset is that of the next one.
         files = np.searchsorted(self.offsets, ids, side="right") - 1
         for file in set(files.tolist()):
             inside = files == file
-            found[inside] = self._mapped(file)[ids[inside] - self.offsets[file]]
-        return found
+            rows[inside] = self._mapped(file)[ids[inside] - self.offsets[file]]
+        return rows
 
     def place(self, row: int) -> int:
         """The number of the file that a row is in."""

@@ -151,8 +151,8 @@ def stop_words(document: Document, options: CleanOptions) -> str | None:
     """Too few different English stop words: no running text. Source: Gopher."""
     if options.min_stop_words is None:
         return None
-    found = STOP_WORDS.intersection(word.strip(".,;:!?\"'()").lower() for word in document.words)
-    return _below(len(found), options.min_stop_words, "stop words")
+    present = STOP_WORDS.intersection(word.strip(".,;:!?\"'()").lower() for word in document.words)
+    return _below(len(present), options.min_stop_words, "stop words")
 
 
 DOCUMENT_RULES: tuple[Rule, ...] = (

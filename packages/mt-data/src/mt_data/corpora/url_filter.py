@@ -87,8 +87,8 @@ class UrlTask:
         blacklist, key = Blacklist(self.lists), self.reading.key
 
         def judge(record: Record, ordinal: int) -> Verdict:
-            found = blacklist(record.value[key])
-            return drop(*found) if found else Verdict((record.value,))
+            hit = blacklist(record.value[key])
+            return drop(*hit) if hit else Verdict((record.value,))
 
         return batch_filter(judge, key, encode_text_line if self.as_list else encode_json_line)
 

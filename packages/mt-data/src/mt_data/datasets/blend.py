@@ -42,8 +42,8 @@ class BlendedDataset:
 
     def fingerprint(self) -> str:
         """The content of all data sets and their weights, which a file may name; those without one count as alike."""
-        found = [getattr(dataset, "fingerprint", str)() for dataset in self.datasets]
-        return combined([found, self.weights])
+        fingerprints = [getattr(dataset, "fingerprint", str)() for dataset in self.datasets]
+        return combined([fingerprints, self.weights])
 
     def place(self, index: int) -> tuple[int, int]:
         """(data set, sample within it) of sample `index`; IndexError outside of [0, len)."""
@@ -217,10 +217,12 @@ def _walk(weights: NDArray[np.float64], limits: NDArray[np.int64] | None, size: 
     ends = np.empty_like(starts)
     wrong = np.arange(chains)
     while len(wrong):
-        # found [longest walk, wrong chains]; linspace makes lengths that differ by one, so the rest of a column is cut
+        # chosen [longest walk, wrong chains]; linspace makes lengths that differ by one, so the rest of a column is cut
         # off.
-        ends[:, wrong], found = _advance(starts[:, wrong], bounds[wrong], bounds[wrong + 1], weights, limits, keep=True)
-        for chain, taken in zip(wrong.tolist(), found.T, strict=True):
+        ends[:, wrong], chosen = _advance(
+            starts[:, wrong], bounds[wrong], bounds[wrong + 1], weights, limits, keep=True
+        )
+        for chain, taken in zip(wrong.tolist(), chosen.T, strict=True):
             picks[bounds[chain] : bounds[chain + 1]] = taken[: bounds[chain + 1] - bounds[chain]]
         # Each round makes at least the first wrong chain right, so the loop ends.
         wrong = 1 + np.flatnonzero((starts[:, 1:] != ends[:, :-1]).any(axis=0))

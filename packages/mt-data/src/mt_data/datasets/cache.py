@@ -54,14 +54,14 @@ class ContentCache:
         cause) for an entry that is not whole. Raises OSError when the entry has to be made and cannot be.
         """
         entry = self.directory / entry_name(key)
-        if (found := _read(entry, read)) is not None:
-            return found
+        if (value := _read(entry, read)) is not None:
+            return value
         _make_directory(self.directory)
         lock = self.directory / f"{entry.name}.lock"
         with _locked(lock):
             # Another job may have made it while this one waited.
-            if (found := _read(entry, read)) is not None:
-                return found
+            if (value := _read(entry, read)) is not None:
+                return value
             self._make(entry, key, write, read)
             # A job that waits for this file finds the entry; one that comes later needs no lock.
             lock.unlink(missing_ok=True)
@@ -230,8 +230,8 @@ def _read_array(path: Path, facts: Mapping[str, Any]) -> NDArray[Any]:
         raise DamagedEntryError(f"{path.name} has {size} bytes in place of {facts['bytes']}")
     # Read whole once per process and index: a flipped bit would otherwise change which tokens are trained on without
     # notice.
-    if (found := _checksum(path)) != facts["sha256"]:
-        raise DamagedEntryError(f"{path.name} has the SHA-256 {found} in place of {facts['sha256']}")
+    if (digest := _checksum(path)) != facts["sha256"]:
+        raise DamagedEntryError(f"{path.name} has the SHA-256 {digest} in place of {facts['sha256']}")
     array = np.lib.format.open_memmap(path, mode="r")
     if list(array.shape) != facts["shape"] or array.dtype.str != facts["dtype"]:
         raise DamagedEntryError(f"{path.name} holds {array.dtype}{list(array.shape)}")

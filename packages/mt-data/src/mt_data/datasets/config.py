@@ -71,8 +71,8 @@ class IndexedDataConfig(DataConfig):
     def _check_sources(self) -> IndexedDataConfig:
         styles = {style: keys for style, keys in self._source_styles().items() if keys}
         if len(styles) > 1:
-            given = " and ".join(f"data.{keys[0]}" for keys in styles.values())
-            raise ConfigError(f"{given} are both given; keep one way of naming the data")
+            sources = " and ".join(f"data.{keys[0]}" for keys in styles.values())
+            raise ConfigError(f"{sources} are both given; keep one way of naming the data")
         if self.valid_data_path is not None and self.valid_data_paths is not None:
             raise ConfigError("data.valid_data_path and data.valid_data_paths are both given; keep one of them")
         if self.split is not None and styles and not {"whole", "file"} & styles.keys():
@@ -95,8 +95,8 @@ class IndexedDataConfig(DataConfig):
 
     def _blends(self) -> dict[str, Blend]:
         keys = ("data_path", "train_data_path", "valid_data_path", "test_data_path")
-        found = {key: getattr(self, key) for key in keys if getattr(self, key) is not None}
-        return found | {f"valid_data_paths.{name}": b for name, b in (self.valid_data_paths or {}).items()}
+        blends = {key: getattr(self, key) for key in keys if getattr(self, key) is not None}
+        return blends | {f"valid_data_paths.{name}": b for name, b in (self.valid_data_paths or {}).items()}
 
 
 def check_blend(entries: Blend, key: str, *, counts: bool) -> None:

@@ -76,12 +76,12 @@ class FIMRules:
 
 
 def _mark_id(config: FIMDataConfig, tokenizer: Tokenizer, mark: str) -> int:
-    given = config.fim_token_ids.get(mark)
-    if given is None:
+    token_id = config.fim_token_ids.get(mark)
+    if token_id is None:
         return _single_id(tokenizer, getattr(config, f"fim_{mark}_token"), f"fim_{mark}_token")
-    if given >= tokenizer.vocab_size:
-        raise ConfigError(f"data.fim_token_ids.{mark}={given} is past the tokenizer's {tokenizer.vocab_size} ids")
-    return given
+    if token_id >= tokenizer.vocab_size:
+        raise ConfigError(f"data.fim_token_ids.{mark}={token_id} is past the tokenizer's {tokenizer.vocab_size} ids")
+    return token_id
 
 
 def _single_id(tokenizer: Tokenizer, text: str, key: str) -> int:

@@ -145,8 +145,8 @@ def _check_tokenizer(reader: IndexedDataset, tokenizer: Tokenizer) -> None:
 
 def _keys(made_with: Mapping[str, Any]) -> str:
     """The keys that the recorded tokenizer was configured with; others had their default."""
-    given = {"tokenizer_type": made_with.get("tokenizer_type"), **(made_with.get("config") or {})}
-    keys = [f"tokenizer.{key}={json.dumps(value)}" for key, value in given.items() if value is not None]
+    entries = {"tokenizer_type": made_with.get("tokenizer_type"), **(made_with.get("config") or {})}
+    keys = [f"tokenizer.{key}={json.dumps(value)}" for key, value in entries.items() if value is not None]
     return f" ({', '.join(keys)}, and its other keys not set)" if made_with.get("config") else ""
 
 
@@ -171,8 +171,8 @@ def split_sources(config: IndexedDataConfig, split: Split) -> SplitSources | Non
         fractions = parse_split(config.split or DEFAULT_SPLIT)
         entries: Sequence[BlendEntry] = config.data_path or _read_args_file(Path(str(config.data_args_path)))
         return None if fractions.is_zero(split) else SplitSources(entries, fractions)
-    own = _entries_of_split(config, split)
-    return SplitSources(own, WHOLE) if own else None
+    split_entries = _entries_of_split(config, split)
+    return SplitSources(split_entries, WHOLE) if split_entries else None
 
 
 def _entries_of_split(config: IndexedDataConfig, split: Split) -> Sequence[BlendEntry]:

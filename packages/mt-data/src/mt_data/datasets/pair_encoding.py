@@ -46,13 +46,13 @@ class PairRules:
     ) -> PairRules:
         """Raises ConfigError for a tokenizer without the special tokens, or a sequence too short for them."""
         rules = _bert_rules if sequence_format == "cls_sep" else _decoder_rules
-        found = rules(tokenizer, sequence_length, truncation, dataset)
-        places = len(found.before) + 2
+        pair_rules = rules(tokenizer, sequence_length, truncation, dataset)
+        places = len(pair_rules.before) + 2
         if sequence_length <= places:
             raise ConfigError(
                 f"data.seq_length={sequence_length} must be more than {places}, to hold the {places} special tokens"
             )
-        return found
+        return pair_rules
 
 
 def _bert_rules(tokenizer: Tokenizer, length: int, truncation: Truncation, dataset: str) -> PairRules:
@@ -89,7 +89,7 @@ def encode_pair(a: Sequence[int], b: Sequence[int] | None, rules: PairRules) -> 
     B; "longest_first" cuts the ends of the longer text until both fit.
     """
     length, before = rules.sequence_length, rules.before
-    given = len(a) + len(b or ())
+    num_tokens = len(a) + len(b or ())
     if rules.truncation == "longest_first" and b is not None:
         a, b = _cut_longest(a, b, length - len(before) - 2)
     body = [*before, *a] if b is None else [*before, *a, rules.sep, *b]
@@ -104,7 +104,7 @@ def encode_pair(a: Sequence[int], b: Sequence[int] | None, rules: PairRules) -> 
         "tokens": tokens,
         "tokentype_ids": ((places >= start_of_b) & (places < len(joined))).astype(np.int64),
         "padding_mask": (places < len(joined)).astype(np.int64),
-        "truncated": np.array(len(joined) < given + len(before) + 1 + (b is not None), np.int64),
+        "truncated": np.array(len(joined) < num_tokens + len(before) + 1 + (b is not None), np.int64),
     }
 
 

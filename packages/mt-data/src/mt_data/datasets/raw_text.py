@@ -125,8 +125,8 @@ def _content_hash(path: Path) -> str:
 
 def format_name(path: Path, input_format: str) -> str:
     """What decides, beside a file's content, the documents that are read from it."""
-    found = detect_format(path, input_format)
-    return f"{found.kind} {found.compression}"
+    detected = detect_format(path, input_format)
+    return f"{detected.kind} {detected.compression}"
 
 
 def _write_tokens(

@@ -108,8 +108,8 @@ def build_sentence_datasets(
     """`make` of the samples of each token file by `plan`, blended; None for a split without data."""
 
     def make_one(tokens: OpenedTokens, num_samples: int | None) -> Dataset:
-        own = replace(plan, num_samples=num_samples)
-        return make(SentenceSamples(tokens.reader, _index(tokens, own), tokenizer.vocab_size, tokens.name))
+        sized_plan = replace(plan, num_samples=num_samples)
+        return make(SentenceSamples(tokens.reader, _index(tokens, sized_plan), tokenizer.vocab_size, tokens.name))
 
     return build_from_files(config, tokenizer, request, make_one)
 
@@ -321,9 +321,9 @@ def _walk(
             rows.append((start, end, target))
             start = end
             target = next(targets)
-    found = np.array(rows, np.int64).reshape(-1, 3)
-    found[:, :2] += base
-    return found
+    samples = np.array(rows, np.int64).reshape(-1, 3)
+    samples[:, :2] += base
+    return samples
 
 
 def _walk_blocks(
@@ -343,9 +343,9 @@ def _walk_blocks(
         while start < last:
             rows.append((start, closes[start], document, 0))
             start = closes[start]
-    found = np.array(rows, np.int64).reshape(-1, 4)
-    found[:, :2] += base
-    return found
+    blocks = np.array(rows, np.int64).reshape(-1, 4)
+    blocks[:, :2] += base
+    return blocks
 
 
 def _tokens_before(documents: NDArray[np.int64], sequence_lengths: NDArray[np.int32]) -> NDArray[np.int64]:

@@ -229,19 +229,19 @@ def read_all(paths: Sequence[Path], task: TextTask, on_error: str) -> list[Label
 
     Raises DataError for a bad line, a missing column, and a file that is no UTF-8 text.
     """
-    found: list[LabelledTexts] = []
+    texts: list[LabelledTexts] = []
     bad: list[str] = []
     for path in paths:
         for line in read_file(path, task):
             if isinstance(line, LabelledTexts):
-                found.append(line)
+                texts.append(line)
             elif on_error == "raise":
                 raise DataError(f'{line}; correct the line, or leave such lines out with data.on_error="skip"')
             else:
                 bad.append(line)
     if bad:
         log.warning("left out %d lines, the first: %s", len(bad), "; ".join(bad[:_LISTED]))
-    return found
+    return texts
 
 
 def read_file(path: Path, task: TextTask) -> Iterator[LabelledTexts | str]:
@@ -312,10 +312,10 @@ def _tabbed_rows(path: Path, task: TextTask) -> Iterator[tuple[Row | str, str]]:
             yield {**dict(enumerate(fields)), **dict(zip(names, fields, strict=False))}, where
 
 
-def _missing_columns(found: Iterable[Column], names: Iterable[Column], task: TextTask, where: str) -> str | None:
-    """What is wrong with the columns; None: nothing. found: by name and by place. names: those that are listed."""
+def _missing_columns(columns: Iterable[Column], names: Iterable[Column], task: TextTask, where: str) -> str | None:
+    """What is wrong with the columns; None: nothing. columns: by name and by place. names: those that are listed."""
     required = [column for column in (task.uid, *task.texts) if column is not None]
-    has = set(found)
+    has = set(columns)
     missing = [column for column in required if column not in has]
     if not missing:
         return None

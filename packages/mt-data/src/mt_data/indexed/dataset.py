@@ -148,11 +148,11 @@ class IndexedDataset(SequenceReader):
         for start in range(0, len(lengths), CHUNK_ELEMENTS):
             # By chunks: the temporaries of all S sequences (8 bytes each) take more memory than the index (12 bytes).
             ends = begin + np.cumsum(lengths[start : start + CHUNK_ELEMENTS], dtype=np.int64) * self.dtype.itemsize
-            found = offsets[start : start + CHUNK_ELEMENTS]
+            stored = offsets[start : start + CHUNK_ELEMENTS]
             # Byte offsets are the exclusive cumulative sum: expected[k] = end of sequence k - 1.
-            wrong = np.flatnonzero(found != np.concatenate([[begin], ends[:-1]]))
+            wrong = np.flatnonzero(stored != np.concatenate([[begin], ends[:-1]]))
             if len(wrong):
-                raise self._misplaced(start + int(wrong[0]), int(found[wrong[0]]))
+                raise self._misplaced(start + int(wrong[0]), int(stored[wrong[0]]))
             begin = int(ends[-1])
 
     def _misplaced(self, index: int, position: int) -> DataError:
@@ -233,11 +233,11 @@ class IndexedDataset(SequenceReader):
             return None
         manifest = parse_manifest(path, data)
         recorded = (manifest.bin.size, manifest.idx.size)
-        found = (self.sizes.data_bytes, self.sizes.index_bytes)
-        if recorded != found:
+        sizes = (self.sizes.data_bytes, self.sizes.index_bytes)
+        if recorded != sizes:
             raise DataError(
                 f"{path} describes other files: .bin and .idx of {recorded[0]} and {recorded[1]} bytes, they have "
-                f"{found[0]} and {found[1]}; remove it if the files were replaced on purpose, else write them again"
+                f"{sizes[0]} and {sizes[1]}; remove it if the files were replaced on purpose, else write them again"
             )
         return manifest
 
@@ -257,9 +257,9 @@ class IndexedDataset(SequenceReader):
             # Hashing .bin would read the whole corpus at each start of a run; lengths and sizes are what Megatron's
             # files offer.
             return self._index_digest(f"{self.sizes.data_bytes} ".encode())
-        if self._verify and (found := self._index_digest()) != manifest.idx.sha256:
+        if self._verify and (digest := self._index_digest()) != manifest.idx.sha256:
             raise DataError(
-                f"{index_path(self.prefix)} is damaged: its SHA-256 is {found}, and {manifest_path(self.prefix)} says "
+                f"{index_path(self.prefix)} is damaged: its SHA-256 is {digest}, and {manifest_path(self.prefix)} says "
                 f"{manifest.idx.sha256}; copy or write the data set again"
             )
         # The checksums and not the manifest's bytes: a copy under another name or with other extras has the same

@@ -32,12 +32,12 @@ def find_prefixes(inputs: Iterable[str]) -> list[str]:
 
     Raises DataError for a folder without pairs, and for a file whose other half is missing.
     """
-    found: list[str] = []
+    prefixes: list[str] = []
     for name in inputs:
-        found += _pairs_in(Path(name)) if not is_remote(name) and os.path.isdir(name) else [name]
-    if not found:
+        prefixes += _pairs_in(Path(name)) if not is_remote(name) and os.path.isdir(name) else [name]
+    if not prefixes:
         raise DataError("no data sets to merge were given; name prefixes or a folder with --input")
-    return found
+    return prefixes
 
 
 def _pairs_in(folder: Path) -> list[str]:

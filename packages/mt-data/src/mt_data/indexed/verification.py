@@ -81,15 +81,15 @@ def _read_manifest(report: VerifyReport) -> None:
     if report.vocab_size is None:
         report.vocab_size = manifest.vocab_size
     layout = sizes.layout
-    found: dict[str, int | str] = {
+    facts: dict[str, int | str] = {
         "sequences": layout.num_sequences,
         "documents": layout.num_documents,
         "tokens": sizes.num_tokens,
         "dtype": layout.dtype.name,
     }
     if layout.num_sequences:  # without sequences there is no telling
-        found["multimodal"] = layout.multimodal
-    for key, value in found.items():
+        facts["multimodal"] = layout.multimodal
+    for key, value in facts.items():
         if getattr(manifest, key) != value:
             report.problems.append(
                 f"{manifest_path(report.prefix)} says {key}={getattr(manifest, key)}, the files have {value}"

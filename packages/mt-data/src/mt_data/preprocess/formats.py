@@ -65,21 +65,21 @@ def examine_format(path: Path, input_format: str = "auto", encodings: tuple[str,
 
     Raises DataError also for a file that cannot be read.
     """
-    found = replace(detect_format(path, input_format), encodings=encodings)
-    if found.kind == "parquet":
-        return found
-    if found.compression is None:
-        begin = _first_bytes(path, found)
-        found = replace(found, compression=next((MAGIC[mark] for mark in MAGIC if begin.startswith(mark)), None))
+    detected = replace(detect_format(path, input_format), encodings=encodings)
+    if detected.kind == "parquet":
+        return detected
+    if detected.compression is None:
+        begin = _first_bytes(path, detected)
+        detected = replace(detected, compression=next((MAGIC[mark] for mark in MAGIC if begin.startswith(mark)), None))
     # A whole text is decoded at once; lines are found by the byte of a newline, which UTF-16 does not have.
-    if found.kind == "text":
-        return found
-    name = marked_encoding(_first_bytes(path, found)) or encodings[0]
-    return found if keeps_lines(name) else replace(found, encodings=UTF8, recoded_from=name)
+    if detected.kind == "text":
+        return detected
+    name = marked_encoding(_first_bytes(path, detected)) or encodings[0]
+    return detected if keeps_lines(name) else replace(detected, encodings=UTF8, recoded_from=name)
 
 
-def _first_bytes(path: Path, found: InputFormat) -> bytes:
-    with open_stream(path, found) as stream:
+def _first_bytes(path: Path, input_format: InputFormat) -> bytes:
+    with open_stream(path, input_format) as stream:
         return stream.read(MARK_BYTES)
 
 
@@ -111,12 +111,12 @@ def format_names() -> str:
 
 
 @contextmanager
-def open_stream(path: Path, found: InputFormat) -> Iterator[BinaryIO]:
+def open_stream(path: Path, input_format: InputFormat) -> Iterator[BinaryIO]:
     """The decompressed bytes of a file, buffered.
 
     Raises DataError, naming the file, when it cannot be read or its compressed data ends early or is damaged.
     """
-    with open_with_raw(path, found) as (stream, _):
+    with open_with_raw(path, input_format) as (stream, _):
         yield stream
 
 
@@ -135,15 +135,15 @@ def open_text(path: Path, newline: str | None = None) -> Iterator[TextIO]:
 
 
 @contextmanager
-def open_with_raw(path: Path, found: InputFormat) -> Iterator[tuple[BinaryIO, BinaryIO]]:
+def open_with_raw(path: Path, input_format: InputFormat) -> Iterator[tuple[BinaryIO, BinaryIO]]:
     """(decompressed stream, the file beneath it, whose `tell` says how far it was read). Raises as `open_stream`."""
     try:
         with open_bytes(path) as raw:
             # gzip reads an empty file as empty data without an error; an interrupted copy often leaves just that.
-            if found.compression and path.stat().st_size == 0:
+            if input_format.compression and path.stat().st_size == 0:
                 raise DataError(f"{path} was cut short: it is empty, which compressed data never is")
-            with _decompressed(raw, path, found) as stream:
-                yield _recoded(stream, path, found), raw
+            with _decompressed(raw, path, input_format) as stream:
+                yield _recoded(stream, path, input_format), raw
     # These clauses also see what the body of the caller's `with` raises while it reads, since a stream fails only then.
     except EOFError as error:
         raise DataError(f"{path} was cut short: its compressed data ends too early") from error
@@ -159,18 +159,18 @@ def open_bytes(path: Path) -> BinaryIO:
     return path.open("rb") if is_remote(path) else path.open("rb", buffering=BUFFER_BYTES)
 
 
-def _recoded(stream: BinaryIO, path: Path, found: InputFormat) -> BinaryIO:
-    if found.recoded_from is None:
+def _recoded(stream: BinaryIO, path: Path, input_format: InputFormat) -> BinaryIO:
+    if input_format.recoded_from is None:
         return stream
-    return BufferedReader(Utf8Reader(stream, found.recoded_from, path), BUFFER_BYTES)
+    return BufferedReader(Utf8Reader(stream, input_format.recoded_from, path), BUFFER_BYTES)
 
 
 @contextmanager
-def _decompressed(raw: BinaryIO, path: Path, found: InputFormat) -> Iterator[BinaryIO]:
-    if found.compression == "gz":
+def _decompressed(raw: BinaryIO, path: Path, input_format: InputFormat) -> Iterator[BinaryIO]:
+    if input_format.compression == "gz":
         with gzip.GzipFile(fileobj=raw) as stream:
             yield BufferedReader(cast(RawIOBase, stream), BUFFER_BYTES)
-    elif found.compression == "zst":
+    elif input_format.compression == "zst":
         with open_zstd(raw, path) as stream:
             yield BufferedReader(cast(RawIOBase, stream), BUFFER_BYTES)
     else:

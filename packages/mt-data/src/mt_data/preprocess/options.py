@@ -174,11 +174,11 @@ def machine_share(
 
 
 def _from_option(shard: str, partitions: int | None) -> MachineShare:
-    found = re.fullmatch(r"(\d+)(?:/(\d+))?", shard)
-    if not found or (found[2] is None and partitions is None):
+    match = re.fullmatch(r"(\d+)(?:/(\d+))?", shard)
+    if not match or (match[2] is None and partitions is None):
         raise ConfigError(f"--shard {shard}: expected i/n, such as 0/4, or i together with --partitions n")
-    count = int(found[2]) if found[2] is not None else partitions
-    return MachineShare(int(found[1]), count or 0, f"--shard {shard}")
+    count = int(match[2]) if match[2] is not None else partitions
+    return MachineShare(int(match[1]), count or 0, f"--shard {shard}")
 
 
 def _from_environment(environment: Mapping[str, str]) -> MachineShare:

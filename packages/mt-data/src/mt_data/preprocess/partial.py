@@ -50,13 +50,13 @@ class PartialFolder:
     def differences(self, identity: Identity) -> list[str]:
         """Names of what the run that is there was given differently; empty when it can be gone on with."""
         try:
-            found = self._read_run()["identity"]
+            recorded = self._read_run()["identity"]
         except (ValueError, KeyError):
             return [RUN_FILE]
         # Through JSON, as the recorded one went: tuples become lists there.
         wanted = json.loads(json.dumps(identity))
         # The union of keys: an entry that only one version of the program records is a difference too.
-        return [name for name in {**wanted, **found} if wanted.get(name) != found.get(name)]
+        return [name for name in {**wanted, **recorded} if wanted.get(name) != recorded.get(name)]
 
     def joined(self) -> tuple[Counts, int] | None:
         """(counts, number of shards) when the outputs are written and only this folder is left to remove."""
@@ -75,19 +75,19 @@ class PartialFolder:
     def result(self, name: str) -> ShardResult | None:
         """What is known of a finished shard; None when it is not finished, or its files are not as they were."""
         try:
-            found = json.loads(done_path(self.path, name).read_bytes())
+            record = json.loads(done_path(self.path, name).read_bytes())
         except FileNotFoundError:
             return None
-        sizes = found["sizes"]
+        sizes = record["sizes"]
         # Sizes alone: the content was synced before the record was written, and `append` checks the index when it
         # joins.
         if any(_size(self.path / file) != size for file, size in sizes.items()):
             return None
         # Its lines are part of the report of skipped lines, which could not be completed.
-        if found["counts"]["skipped"] and not skipped_path(self.path, name).exists():
+        if record["counts"]["skipped"] and not skipped_path(self.path, name).exists():
             return None
-        job, chunk = found["order"]
-        return ShardResult((job, chunk), Counts(**found["counts"]), sizes)
+        job, chunk = record["order"]
+        return ShardResult((job, chunk), Counts(**record["counts"]), sizes)
 
     def stream_length(self, job: int) -> int | None:
         """Number of chunks that a compressed file was cut into, when it was read to its end."""

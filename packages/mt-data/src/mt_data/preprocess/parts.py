@@ -128,9 +128,9 @@ class PartReader:
             )
         # A range of bytes is of a file whose lines can be found without decoding it.
         encodings = part.encodings if isinstance(part, Lines) else self.options.encodings
-        found = replace(detect_format(path, self.options.input_format), encodings=encodings)
-        lines = self._byte_range(part, found) if isinstance(part, ByteRange) else self._lines(part)
-        return parse_lines(lines, part.path, found, self._renumbered)
+        input_format = replace(detect_format(path, self.options.input_format), encodings=encodings)
+        lines = self._byte_range(part, input_format) if isinstance(part, ByteRange) else self._lines(part)
+        return parse_lines(lines, part.path, input_format, self._renumbered)
 
     def reject(self, line: int, reason: str) -> None:
         """Report a record of this part as unusable; `line` is its number as this reader gave it."""
@@ -142,8 +142,8 @@ class PartReader:
     def _renumbered(self, error: MalformedRecord) -> None:
         self.reject(error.line, error.reason)
 
-    def _byte_range(self, part: ByteRange, found: InputFormat) -> Iterator[tuple[int, bytes]]:
-        with open_stream(as_path(part.path), found) as stream:
+    def _byte_range(self, part: ByteRange, input_format: InputFormat) -> Iterator[tuple[int, bytes]]:
+        with open_stream(as_path(part.path), input_format) as stream:
             self._start = seek_line_start(stream, part.begin, part.end)
             # None: unknown. Line numbers of this part count from 1 at its first line until `reject` has counted those
             # before.

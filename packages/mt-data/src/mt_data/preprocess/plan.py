@@ -166,17 +166,17 @@ def _pieces(
 ) -> Iterator[tuple[Part | InputFile, int, int]]:
     """(part, or file to cut while it is read; its bytes on the disk; its bytes of text, roughly)."""
     for file in files:
-        found = examine_format(file.path, input_format, encodings)
+        detected = examine_format(file.path, input_format, encodings)
         path = str(file.path)
-        if found.kind == "parquet":
+        if detected.kind == "parquet":
             yield from _row_groups(file, shard_bytes)
-        elif found.divisible:
+        elif detected.divisible:
             # Cut at bytes without a look at the content; PartReader moves each cut to the next beginning of a line.
             for begin in range(0, file.size, shard_bytes):
                 end = min(begin + shard_bytes, file.size)
                 yield ByteRange(path, begin, end), end - begin, end - begin
         # Plain text is one document, compressed or not, and cannot be cut; nor can lines of UTF-16.
-        elif found.compression is None or found.kind == "text":
+        elif detected.compression is None or detected.kind == "text":
             yield WholeFile(path), file.size, file.size
         elif cut_streams and file.size * COMPRESSION > shard_bytes:
             yield file, file.size, file.size * COMPRESSION
@@ -218,8 +218,8 @@ def cut_stream(job: CutStream, chunk_bytes: int, options: ReadOptions) -> Iterat
     """
     path = job.path
     chunk, first_line, read_before = 0, 1, 0
-    found = examine_format(path, options.input_format, options.encodings)
-    with open_with_raw(path, found) as (stream, raw):
+    input_format = examine_format(path, options.input_format, options.encodings)
+    with open_with_raw(path, input_format) as (stream, raw):
         while data := stream.read(chunk_bytes):
             # The chunk ended within a line: the rest of it is added, at most one byte more than a line may have.
             if not data.endswith(b"\n"):
@@ -231,7 +231,7 @@ def cut_stream(job: CutStream, chunk_bytes: int, options: ReadOptions) -> Iterat
                 data += b"\n"
             # Compressed bytes, for the progress; the decompressor reads ahead of the lines by a buffer.
             read = raw.tell()
-            lines = Lines(str(path), first_line, data, found.encodings)
+            lines = Lines(str(path), first_line, data, input_format.encodings)
             yield Shard((job.number, chunk), (lines,), read - read_before)
             chunk, first_line, read_before = chunk + 1, first_line + data.count(b"\n"), read
 

@@ -85,7 +85,7 @@ def expand_globs(patterns: Iterable[str | Path], input_format: str = "auto") -> 
     Raises DataError when a pattern matches nothing, or folders alone.
     """
     # A dict for its order; a set would lose which pattern came first.
-    found: dict[Path, None] = {}
+    paths: dict[Path, None] = {}
     for pattern in patterns:
         text = str(pattern)
         matches = _remote_matches(text) if "://" in text else _local_matches(text)
@@ -95,10 +95,10 @@ def expand_globs(patterns: Iterable[str | Path], input_format: str = "auto") -> 
         if not files:
             what = f"matches folders alone; give {text.rstrip('/')}/*" if matches else "matches no file"
             raise DataError(f"input {text!r} {what}")
-        found.update(dict.fromkeys(files))
-    if not found:
+        paths.update(dict.fromkeys(files))
+    if not paths:
         raise DataError("no input given; name at least one file or pattern")
-    return list(found)
+    return list(paths)
 
 
 def _local_matches(pattern: str) -> list[Path]:
@@ -115,7 +115,7 @@ def _remote_matches(pattern: str) -> list[Path]:
         if path.exists():
             return [path]
         store: Any = path.fs  # type: ignore[attr-defined]
-        return [as_path(store.unstrip_protocol(found)) for found in sorted(store.glob(path.path))]  # type: ignore[attr-defined]
+        return [as_path(store.unstrip_protocol(match)) for match in sorted(store.glob(path.path))]  # type: ignore[attr-defined]
     except OSError as error:
         raise DataError(f"input {pattern!r} cannot be looked for: {error}") from error
 
@@ -147,25 +147,25 @@ def iter_records(
     DataError for what cannot be skipped: a missing file, a compressed file cut short, a missing column.
     """
     path = as_path(path)
-    found = examine_format(path, input_format, encodings)
-    if found.kind == "parquet":
+    detected = examine_format(path, input_format, encodings)
+    if detected.kind == "parquet":
         yield from _parquet_records(path, columns)
-    elif found.kind == "text":
-        yield from _text_file_record(path, found, on_malformed, max_line_bytes)
+    elif detected.kind == "text":
+        yield from _text_file_record(path, detected, on_malformed, max_line_bytes)
     else:
-        with open_stream(path, found) as stream:
+        with open_stream(path, detected) as stream:
             lines = iter_lines(stream, str(path), on_malformed, max_line_bytes)
-            yield from parse_lines(lines, str(path), found, on_malformed)
+            yield from parse_lines(lines, str(path), detected, on_malformed)
 
 
 def parse_lines(
-    lines: Iterable[tuple[int, bytes]], file: str, found: InputFormat, on_malformed: OnMalformed
+    lines: Iterable[tuple[int, bytes]], file: str, input_format: InputFormat, on_malformed: OnMalformed
 ) -> Iterator[Record]:
     """The records of numbered lines; blank lines are passed over."""
-    parse = parse_json_line if found.kind == "jsonl" else parse_text_line
+    parse = parse_json_line if input_format.kind == "jsonl" else parse_text_line
     for number, line in lines:
         try:
-            value = parse(line, found.encodings)
+            value = parse(line, input_format.encodings)
         except ValueError as error:
             on_malformed(MalformedRecord(file, number, str(error)))
             continue
@@ -276,14 +276,16 @@ def parse_text_line(line: bytes, encodings: Sequence[str] = UTF8) -> dict[str, A
     return {"text": decode(line, encodings).rstrip("\r\n")}
 
 
-def _text_file_record(path: Path, found: InputFormat, on_malformed: OnMalformed, max_bytes: int) -> Iterator[Record]:
-    with open_stream(path, found) as stream:
+def _text_file_record(
+    path: Path, input_format: InputFormat, on_malformed: OnMalformed, max_bytes: int
+) -> Iterator[Record]:
+    with open_stream(path, input_format) as stream:
         data = stream.read(max_bytes + 1)
     if len(data) > max_bytes:
         on_malformed(MalformedRecord(str(path), 1, too_long(max_bytes)))
         return
     try:
-        text = decode(data, found.encodings)
+        text = decode(data, input_format.encodings)
     except UndecodableError as error:
         on_malformed(MalformedRecord(str(path), data.count(b"\n", 0, error.start) + 1, str(error)))
         return

@@ -190,10 +190,10 @@ class _Work:
         length = self.folder.stream_length(job.number)
         if length is None:
             return False
-        found = [self._usable(shard_name((job.number, chunk))) for chunk in range(length)]
+        results = [self._usable(shard_name((job.number, chunk))) for chunk in range(length)]
         # Nothing is kept unless all chunks are usable: otherwise _remaining meets each chunk again and keeps it then,
         # and a result that was kept here already would be joined twice.
-        kept = [result for result in found if result is not None]
+        kept = [result for result in results if result is not None]
         if len(kept) < length:
             return False
         for result in kept:

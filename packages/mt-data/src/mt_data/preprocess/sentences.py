@@ -208,14 +208,14 @@ def _ends_sentence(text: str, begin: int, match: re.Match[str], language: Langua
     return word is None or _period_ends(text, word, next_word, language)
 
 
-def _period_ends(text: str, found: re.Match[str], next_word: str, language: Language) -> bool:
+def _period_ends(text: str, match: re.Match[str], next_word: str, language: Language) -> bool:
     """Whether the period behind a word ends a sentence, when `next_word` follows and does not begin small."""
-    word = found.group().lstrip(_OPENERS)
+    word = match.group().lstrip(_OPENERS)
     lower = word.lower()
     if lower in language.titles or (len(word) == 1 and word.isupper() and word != "I"):
         return False  # "Dr. Smith", "J. Smith"
     if word.isdecimal():
-        begins_line = found.start() == 0 or text[found.start() - 1] == "\n"
+        begins_line = match.start() == 0 or text[match.start() - 1] == "\n"
         return not begins_line and not (language.ordinal_period and len(word) <= 2)  # "1. Item", "3. Oktober"
     if "." in word or lower in language.abbreviations:
         return next_word.lower() in language.starters  # "the U.S. Army", but "in the U.S. The"

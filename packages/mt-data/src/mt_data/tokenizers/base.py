@@ -88,8 +88,8 @@ class BaseTokenizer(ABC):
 
     def token_bytes(self) -> list[bytes | None] | None:
         """See `mt_core.interfaces.HasTokenBytes`."""
-        found = self._token_bytes()
-        return None if found is None else [found.get(token) for token in range(self._vocab_size)]
+        pieces = self._token_bytes()
+        return None if pieces is None else [pieces.get(token) for token in range(self._vocab_size)]
 
     def _token_bytes(self) -> Mapping[int, bytes] | None:
         """Bytes of the ids that stand for some; None where these depend on neighbours."""
@@ -226,8 +226,8 @@ def sentinel_names(count: int) -> list[str]:
 
 def sentinel_ids(count: int, lookup: Lookup) -> tuple[int, ...]:
     """Ids of the first `count` sentinels; those that `lookup` does not know are left out."""
-    found = (lookup(name) for name in sentinel_names(count))
-    return tuple(token for token in found if token is not None)
+    ids = (lookup(name) for name in sentinel_names(count))
+    return tuple(token for token in ids if token is not None)
 
 
 def added_names(special_tokens: Sequence[str] | None, vocab_extra_ids: int) -> list[str]:

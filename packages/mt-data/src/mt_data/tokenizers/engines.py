@@ -89,14 +89,14 @@ class TokenizersEngine:
     def encode(self, text: str) -> np.ndarray:
         # The batch call of one text skips the character offsets, which nobody reads and which cost a third.
         try:
-            found = self._tokenizer.encode_batch_fast([text], add_special_tokens=self._add_special_tokens)
+            encodings = self._tokenizer.encode_batch_fast([text], add_special_tokens=self._add_special_tokens)
         except BaseException as error:
             # The library raises bare Exception, as where the unknown token is missing. Its panic, as at a regular
             # expression without an end, is no Exception.
             if type(error) is not Exception and type(error).__name__ != "PanicException":
                 raise
             raise DataError(f"the tokenizer cannot encode a text of {len(text)} characters: {error}") from None
-        return np.array(found[0].ids, dtype=np.int32)
+        return np.array(encodings[0].ids, dtype=np.int32)
 
     def decode(self, ids: list[int]) -> str:
         return self._tokenizer.decode(ids, skip_special_tokens=False)
@@ -107,7 +107,9 @@ class TokenizersEngine:
             return None
         added = self._tokenizer.get_added_tokens_decoder()
         plain = {token: piece for piece, token in self._tokenizer.get_vocab(with_added_tokens=False).items()}
-        written = {token: one.content.encode() for token, one in added.items() if not one.special}
+        written = {
+            token: added_token.content.encode() for token, added_token in added.items() if not added_token.special
+        }
         return {token: to_bytes(piece) for token, piece in plain.items() if token not in added} | written
 
 

@@ -100,8 +100,8 @@ def read_directory(directory: Path) -> dict[str, bytes]:
             "are not downloaded by name)"
         )
     if not (directory / MAIN_FILE).is_file():
-        found = next((name for name in INSTEAD if (directory / name).is_file()), None)
-        hint = f"; it has {found}: use tokenizer_type {INSTEAD[found]}" if found else ""
+        alternative = next((name for name in INSTEAD if (directory / name).is_file()), None)
+        hint = f"; it has {alternative}: use tokenizer_type {INSTEAD[alternative]}" if alternative else ""
         raise DataError(f"tokenizer.{KEY}={str(directory)!r} holds no {MAIN_FILE}{hint}")
     present = [name for name in OPTIONAL_FILES if (directory / name).is_file()]
     return {name: read_file(str(directory / name), KEY) for name in (MAIN_FILE, *present)}
@@ -142,8 +142,8 @@ def _content(token: Any) -> str | None:
 
 
 def _role_tokens(settings: Mapping[str, Any]) -> dict[str, str]:
-    found = {role: _content(settings.get(role)) for role in ROLES}
-    return {role: token for role, token in found.items() if token}
+    tokens = {role: _content(settings.get(role)) for role in ROLES}
+    return {role: token for role, token in tokens.items() if token}
 
 
 def _add_declared_tokens(tokenizer: tokenizers.Tokenizer, settings: Mapping[str, Any], directory: Path) -> None:

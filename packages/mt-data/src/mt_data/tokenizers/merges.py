@@ -50,9 +50,9 @@ class BytePairVocabulary:
             return False
         flat = [numbers[part] for pair in self.merges for part in pair]
         parts = np.array(flat, np.int64).reshape(-1, 2)
-        made = 256 + np.arange(len(parts))
+        merged = 256 + np.arange(len(parts))
         # Parts must exist before they are merged; then no earlier merge may join across the boundary of a later one.
-        return bool((parts < made[:, None]).all()) and not _any_crossed(parts[:, 0], parts[:, 1], made)
+        return bool((parts < merged[:, None]).all()) and not _any_crossed(parts[:, 0], parts[:, 1], merged)
 
     @cached_property
     def ids_in_merge_order(self) -> bool:
@@ -61,7 +61,7 @@ class BytePairVocabulary:
         return all(earlier < later for earlier, later in pairwise(ids))
 
 
-def _any_crossed(left: np.ndarray, right: np.ndarray, made: np.ndarray) -> bool:
+def _any_crossed(left: np.ndarray, right: np.ndarray, merged: np.ndarray) -> bool:
     """Whether for some pair an earlier merge joins tokens across its boundary.
 
     left, right, made [merges]: the parts and the result of each merge, as numbers of tokens (bytes are below 256).
@@ -73,7 +73,7 @@ def _any_crossed(left: np.ndarray, right: np.ndarray, made: np.ndarray) -> bool:
     # The parts of each token by its number, int64 [256 + merges]; a byte stands for itself and is never cut.
     first, second = (np.concatenate((np.arange(256), part)) for part in (left, right))
     # Until which merge the tokens on both sides of the boundary exist: at first until the merge under examination.
-    left_until = right_until = made
+    left_until = right_until = merged
     while len(left):
         across = find(left, right)
         if ((across < left_until) & (across <= right_until)).any():

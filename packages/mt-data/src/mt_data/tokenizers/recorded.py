@@ -35,11 +35,11 @@ def _built(recorded: Mapping[str, Any], tokenizer_type: str | None, entries: Map
         raise ConfigError("the tokenizer's keys were given without --tokenizer-type, and the data set records none")
     spec = load_plugins()[TOKENIZERS].get(name, key="--tokenizer-type" if tokenizer_type else "tokenizer_type")
     config_type: Any = spec.config_type.load()
-    given = {**recorded.get("config", {}), "tokenizer_type": name}
-    origins = dict.fromkeys(given, "the manifest") | dict.fromkeys(entries, "the command line")
+    settings = {**recorded.get("config", {}), "tokenizer_type": name}
+    origins = dict.fromkeys(settings, "the manifest") | dict.fromkeys(entries, "the command line")
     try:
         # Entries override the recorded paths, where the files have moved since.
-        config = config_type.model_validate({**given, **entries})
+        config = config_type.model_validate({**settings, **entries})
     except ValidationError as error:
         raise ConfigError(validation_message("tokenizer", config_type, error, origins)) from error
     return spec.build.load()(config)

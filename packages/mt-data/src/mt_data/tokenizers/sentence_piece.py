@@ -131,8 +131,8 @@ def load_model(data: bytes, path: str) -> SentencePieceProcessor:
 def _control_names(processor: SentencePieceProcessor) -> dict[str, str]:
     """Texts of the model's pad, bos and eos; the usual ones where it was trained without."""
     usual = {"pad": "<PAD>", "bos": "<BOS>", "eos": "<EOS>"}
-    found = {"pad": processor.pad_id(), "bos": processor.bos_id(), "eos": processor.eos_id()}
-    return {role: usual[role] if token < 0 else processor.id_to_piece(token) for role, token in found.items()}
+    ids = {"pad": processor.pad_id(), "bos": processor.bos_id(), "eos": processor.eos_id()}
+    return {role: usual[role] if token < 0 else processor.id_to_piece(token) for role, token in ids.items()}
 
 
 def build_sentence_piece(config: SentencePieceConfig) -> SentencePieceTokenizer:

@@ -124,10 +124,10 @@ def _rank_layout(data: bytes, config: TikTokenConfig) -> tuple[dict[bytes, int],
 
 def _special_names(config: TikTokenConfig, default: Iterable[str], count: int | None) -> list[str]:
     """Named special tokens, filled up with <SPECIAL_n> to `count`."""
-    given = config.tokenizer_special_tokens
-    listed = names.added_names([*default] if given is None else given, config.vocab_extra_ids)
-    if given is not None and len(set(given)) != len(given):
-        twice = next(name for name in given if given.count(name) > 1)
+    special_tokens = config.tokenizer_special_tokens
+    listed = names.added_names([*default] if special_tokens is None else special_tokens, config.vocab_extra_ids)
+    if special_tokens is not None and len(set(special_tokens)) != len(special_tokens):
+        twice = next(name for name in special_tokens if special_tokens.count(name) > 1)
         raise ConfigError(f"tokenizer.tokenizer_special_tokens lists {twice!r} twice")
     if count is None:
         return listed

@@ -154,13 +154,13 @@ class UnusableRecords:
     """Records that cannot be used: reported and counted, and at most `limit` of them. found: int64 [n, 2], file and
     number of those that were found before."""
 
-    def __init__(self, limit: int, found: NDArray[np.int64] | None = None) -> None:
+    def __init__(self, limit: int, records: NDArray[np.int64] | None = None) -> None:
         self.limit = limit
         self._lock = Lock()
         # A set: a record that is met again in a later epoch counts once.
         self.found: set[tuple[int, int]] = set()
-        if found is not None:
-            self.found.update((file, number) for file, number in found.tolist())
+        if records is not None:
+            self.found.update((file, number) for file, number in records.tolist())
 
     def add(self, file: int, number: int, error: DataError) -> None:
         """Raises DataError when there are more than the limit. The loader's threads may call it at the same time."""
@@ -194,12 +194,12 @@ class SoundLimits:
                 f"{record.where} has {len(record.sounds)} sounds, more than the {self.most_sounds} of a sample; set "
                 f"data.max_sounds to at least {len(record.sounds)}"
             )
-        found = [sound_length(file) for file in record.sounds]
-        for file, samples in zip(record.sounds, found, strict=True):
+        lengths = [sound_length(file) for file in record.sounds]
+        for file, samples in zip(record.sounds, lengths, strict=True):
             require_length(samples, RULES[self.rule], self.most_samples, f"{record.where}: {file}")
-        if sum(found) > self.most_samples:
-            require_length(sum(found), RULES[self.rule], self.most_samples, record.where)
-        return found
+        if sum(lengths) > self.most_samples:
+            require_length(sum(lengths), RULES[self.rule], self.most_samples, record.where)
+        return lengths
 
 
 def encode_files(

@@ -123,13 +123,13 @@ def _entries(config: ImageFolderDataConfig) -> Iterable[BlendEntry]:
 
 def find_images(path: Path) -> list[LabelledImage]:
     """The images of a folder of folders, or of a file of JSON lines."""
-    found = _listed(path) if path.is_file() else _in_folders(path)
-    if not found:
+    images = _listed(path) if path.is_file() else _in_folders(path)
+    if not images:
         raise DataError(
             f"{path} has no images; it must be a folder that has a folder of images for each class "
             f"({', '.join(sorted(SUFFIXES))}), or a file of JSON lines with image and label"
         )
-    return found
+    return images
 
 
 def _in_folders(path: Path) -> list[LabelledImage]:

@@ -198,30 +198,30 @@ class ImageTextDataset:
     def _views(self, record: int) -> tuple[NDArray[np.float32], bool]:
         """The views of a record's images, float32 [views, 3, img_h, img_w], and whether all could be decoded; those
         of a damaged image are 0."""
-        found, is_whole = [], True
+        views, is_whole = [], True
         for image, grid in self.records.images(record):
             try:
-                found += views_of_frames(self._read(image, grid), grid, self.tiling, self.config)
+                views += views_of_frames(self._read(image, grid), grid, self.tiling, self.config)
             except DataError as error:
                 error = DataError(f"{self.records.where(record)}: {error}")
                 self.unusable.add(int(self.records.file[record]), int(self.records.number[record]), error)
-                found += [np.zeros(self._view_shape, np.float32)] * self.tiling.num_views(grid)
+                views += [np.zeros(self._view_shape, np.float32)] * self.tiling.num_views(grid)
                 is_whole = False
-        return np.array(found, np.float32).reshape(-1, *self._view_shape), is_whole
+        return np.array(views, np.float32).reshape(-1, *self._view_shape), is_whole
 
     def _sounds(self, record: int) -> tuple[dict[str, np.ndarray], bool]:
         """audio fp32 [max_audio_samples], the sounds end to end, and audio_lengths int64 [max_sounds]; and whether all
         could be decoded. A damaged sound is silent."""
-        found, is_whole = [], True
+        sounds, is_whole = [], True
         for file, samples in self.records.sounds(record):
             try:
-                found.append(self._heard(file, samples))
+                sounds.append(self._heard(file, samples))
             except DataError as error:
                 error = DataError(f"{self.records.where(record)}: {error}")
                 self.unusable.add(int(self.records.file[record]), int(self.records.number[record]), error)
-                found.append(np.zeros(samples, np.float32))
+                sounds.append(np.zeros(samples, np.float32))
                 is_whole = False
-        return padded_sounds(found, self.config), is_whole
+        return padded_sounds(sounds, self.config), is_whole
 
     def _heard(self, file: ImageFile, samples: int) -> NDArray[np.float32]:
         """Raises DataError for a sound that was replaced by one of another length since the records were encoded."""
@@ -242,9 +242,9 @@ class ImageTextDataset:
         grid since the records were encoded."""
         frames = read_view(file)
         # The tokens of the sample were laid out for the recorded grid; other pixels would not match their number.
-        if (found := grid_of(file, self.tiling)) != grid:
+        if (actual := grid_of(file, self.tiling)) != grid:
             raise DataError(
-                f"{file} has {found.rows} x {found.columns} views, and had {grid.rows} x {grid.columns} when the "
+                f"{file} has {actual.rows} x {actual.columns} views, and had {grid.rows} x {grid.columns} when the "
                 "index of the records was built; delete the index cache, so that it is built again"
             )
         return frames

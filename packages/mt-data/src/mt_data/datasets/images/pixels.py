@@ -352,15 +352,15 @@ class Taps:
         """The rows `used` of an image [used, w, 3] -> its new rows [new, w, 3], rounded."""
         # [used, w * 3]: all columns and colours are resampled alike.
         rows = image.reshape(len(image), -1)
-        found = np.empty((len(self.first), rows.shape[1]), np.uint8)
-        for start in range(0, len(found), BLOCK):
+        resampled = np.empty((len(self.first), rows.shape[1]), np.uint8)
+        for start in range(0, len(resampled), BLOCK):
             first, table = self._table(slice(start, start + BLOCK))
             # [block, taps] @ [taps, w * 3]; a block of neighbouring rows shares most of its taps.
             values = table @ rows[first : first + table.shape[1]].astype(np.float64)
             # clip, then the assignment to uint8 cuts off the fraction: together a rounding.
             values += 0.5
-            found[start : start + BLOCK] = values.clip(0, 255, out=values)
-        return found.reshape(-1, *image.shape[1:])
+            resampled[start : start + BLOCK] = values.clip(0, 255, out=values)
+        return resampled.reshape(-1, *image.shape[1:])
 
     def _table(self, block: slice) -> tuple[int, NDArray[np.float64]]:
         """The first of the rows `used` that a block of new ones takes, and the weights [block, rows from there on]."""

@@ -114,7 +114,7 @@ def _of_lines(path: Path, folder: Path, on_unusable: OnUnusable) -> Read:
         except DataError as error:
             on_unusable(record.line, error)
         else:
-            images, sounds = (tuple(ImageFile(folder / name) for name in own) for own in names)
+            images, sounds = (tuple(ImageFile(folder / name) for name in listed) for listed in names)
             yield record.line, record.value, images, sounds
 
 
@@ -213,8 +213,8 @@ def text_of(value: Mapping[str, object], key: str, where: str) -> str:
     """The text under a key of a record. Raises DataError when there is none."""
     text = value.get(key)
     if not isinstance(text, str) or not text:
-        found = repr(text) if key in value else f"only the keys {', '.join(value)}"
-        raise DataError(f'{where}: expected a text under "{key}", found {found}{did_you_mean(key, value)}')
+        actual = repr(text) if key in value else f"only the keys {', '.join(value)}"
+        raise DataError(f'{where}: expected a text under "{key}", found {actual}{did_you_mean(key, value)}')
     return text
 
 
@@ -222,12 +222,12 @@ def answers_of(value: Mapping[str, Any], where: str) -> list[str]:
     """Under `answers` (texts, or VQAv2's objects with `answer`), or the one under `answer`."""
     if "answers" not in value:
         return [text_of(value, "answer", where)]
-    given = value["answers"]
-    entries = given if isinstance(given, list) else []
-    found: list[Any] = [entry.get("answer") if isinstance(entry, dict) else entry for entry in entries]
-    if not found or not all(isinstance(answer, str) for answer in found):
-        raise DataError(f'{where}: expected a list of texts under "answers", found {given!r:.200}')
-    return found
+    stored = value["answers"]
+    entries = stored if isinstance(stored, list) else []
+    answers: list[Any] = [entry.get("answer") if isinstance(entry, dict) else entry for entry in entries]
+    if not answers or not all(isinstance(answer, str) for answer in answers):
+        raise DataError(f'{where}: expected a list of texts under "answers", found {stored!r:.200}')
+    return answers
 
 
 def _question(value: Mapping[str, Any], answers: list[str], where: str) -> list[Message]:

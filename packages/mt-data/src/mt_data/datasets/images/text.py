@@ -165,7 +165,9 @@ def replaced(values: NDArray[Any], places: NDArray[np.int64], parts: Sequence[ND
     """values [n] with a part in place of each of the elements at `places`."""
     # np.split cuts before each place, so that each further part begins with the element that is replaced: after[1:].
     first, *rest = np.split(values, places)
-    return np.concatenate([first, *(one for part, after in zip(parts, rest, strict=True) for one in (part, after[1:]))])
+    return np.concatenate(
+        [first, *(piece for part, after in zip(parts, rest, strict=True) for piece in (part, after[1:]))]
+    )
 
 
 class ImageTextEncoder:
@@ -218,8 +220,8 @@ class ImageTextEncoder:
     ) -> EncodedText:
         """The text is encoded in pieces, cut at marks and at `ends`, behind which the end-of-document id goes."""
         marks = list(re.finditer(f"{MARK}|{SOUND_MARK}" if with_sounds else MARK, text))
-        starts = {found.start(): self.image if found[0] == MARK else self.sound for found in marks}
-        cuts = {cut for found in marks for cut in found.span()}
+        starts = {mark.start(): self.image if mark[0] == MARK else self.sound for mark in marks}
+        cuts = {cut for mark in marks for cut in mark.span()}
         whole = EncodedText([], [])
         # Cut at marks, so that no token reaches over an image, and at the ends of answers, as generation ends there.
         for start, end in pairwise(sorted({0, *cuts, *ends, len(text)})):

@@ -137,12 +137,12 @@ def even(length: int) -> int:
 @lru_cache(maxsize=16)
 def grids(max_num_tiles: int) -> list[Grid]:
     """All of at most so many tiles, small ones first."""
-    found = [
+    candidates = [
         Grid(rows, columns)
         for columns in range(1, max_num_tiles + 1)
         for rows in range(1, max_num_tiles // columns + 1)
     ]
-    return sorted(found, key=lambda grid: (grid.tiles, grid.columns))
+    return sorted(candidates, key=lambda grid: (grid.tiles, grid.columns))
 
 
 # -- dynamic resolution: cells of img_h by img_w pixels, as many as the image's pixels fill ----------
@@ -339,8 +339,8 @@ RULES: dict[SizeRule, type[DynamicResolution]] = {
 
 def padded_grids(grids: list[Grid], most: int, microseconds: Sequence[int] | None = None) -> NDArray[np.int64]:
     """[most, 2]: rows and columns, the rest is 0; with the times of views [most, 3]."""
-    found = np.zeros((most, 2 if microseconds is None else 3), np.int64)
-    found[: len(grids), :2] = np.array(grids, np.int64).reshape(-1, 2)
+    padded = np.zeros((most, 2 if microseconds is None else 3), np.int64)
+    padded[: len(grids), :2] = np.array(grids, np.int64).reshape(-1, 2)
     if microseconds is not None:
-        found[: len(grids), 2] = microseconds
-    return found
+        padded[: len(grids), 2] = microseconds
+    return padded

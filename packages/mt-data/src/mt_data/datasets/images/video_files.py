@@ -77,15 +77,15 @@ def read_frames(path: Path, numbers: Sequence[int]) -> list[NDArray[np.uint8]]:
     with _opened(path) as (container, stream):
         # To the last frame at or before it that needs no others.
         container.seek(times[0], stream=stream)
-        found = dict.fromkeys(times)
+        frames = dict.fromkeys(times)
         for frame in container.decode(stream):
-            if frame.pts in found:
-                found[frame.pts] = _upright(frame)
-            if all(array is not None for array in found.values()):
+            if frame.pts in frames:
+                frames[frame.pts] = _upright(frame)
+            if all(array is not None for array in frames.values()):
                 break
-    if missing := [number for number, time in zip(numbers, times, strict=True) if found[time] is None]:
+    if missing := [number for number, time in zip(numbers, times, strict=True) if frames[time] is None]:
         raise DataError(f"{path} cannot be decoded at frame {missing[0]}")
-    return [array for time in times if (array := found[time]) is not None]
+    return [array for time in times if (array := frames[time]) is not None]
 
 
 def _upright(frame: Any) -> NDArray[np.uint8]:

@@ -113,13 +113,13 @@ def nearest_chunks(queries: Chunks, database: Chunks, neighbors: int, *, same_te
     orders = [np.argsort(column, kind="stable") for column in database.signatures.T]
     for start in range(0, len(queries), ROWS):
         rows = slice(start, start + ROWS)
-        own = queries.signatures[rows]
+        signatures = queries.signatures[rows]
         candidates = np.concatenate(
-            [_agreeing(own[:, f], database.signatures[:, f], orders[f]) for f in range(FUNCTIONS)], axis=1
+            [_agreeing(signatures[:, f], database.signatures[:, f], orders[f]) for f in range(FUNCTIONS)], axis=1
         )
         # [rows, candidates]: functions in which both agree; [rows, candidates, FUNCTIONS] before the sum, so ROWS
         # bounds memory.
-        agreeing = (own[:, None] == database.signatures[candidates]).sum(-1)
+        agreeing = (signatures[:, None] == database.signatures[candidates]).sum(-1)
         left_out = candidates < 0
         if same_text:
             left_out |= _touch(queries.documents[rows, None], database.documents[candidates])
@@ -127,11 +127,11 @@ def nearest_chunks(queries: Chunks, database: Chunks, neighbors: int, *, same_te
         rank = np.where(left_out, -1, agreeing * (len(database) + 1) - candidates)
         for place in range(neighbors):
             best = rank.argmax(1)[:, None]
-            found = np.take_along_axis(candidates, best, 1)
-            found = np.where(np.take_along_axis(rank, best, 1) >= 0, found, -1)
-            nearest[rows, place] = found[:, 0]
+            chosen = np.take_along_axis(candidates, best, 1)
+            chosen = np.where(np.take_along_axis(rank, best, 1) >= 0, chosen, -1)
+            nearest[rows, place] = chosen[:, 0]
             # A chunk that agrees in several functions is a candidate several times; all of its places are struck out.
-            rank[candidates == found] = -1
+            rank[candidates == chosen] = -1
     return nearest
 
 

@@ -46,10 +46,10 @@ class Retrieval:
                     f"{len(self.database)} chunks of data.retro_chunk_length={self.chunk_length}; the neighbours were "
                     "found in another database, or with chunks of another length"
                 )
-            found = self.database.neighbor(number, self.retrieved_length)
-            require_ids(found, self.vocab_size, f"chunk {number} of the database {self.database.name}")
-            tokens[chunk, rank, : len(found)] = found
-            mask[chunk, rank, : len(found)] = 1
+            ids = self.database.neighbor(number, self.retrieved_length)
+            require_ids(ids, self.vocab_size, f"chunk {number} of the database {self.database.name}")
+            tokens[chunk, rank, : len(ids)] = ids
+            mask[chunk, rank, : len(ids)] = 1
         return {"neighbor_tokens": tokens, "neighbor_mask": mask}
 
 

@@ -115,12 +115,12 @@ def neighbors_file(config: RetroDataConfig, length: int, text: TokenStream, data
     if not folder.joinpath(MANIFEST).is_file():
         return NeighborsFile(folder)
     manifest = read_neighbors(folder)
-    job, found = manifest.job, text.source.fingerprint()
+    job, digest = manifest.job, text.source.fingerprint()
     _require_chunk_length(folder, job.chunk_length, config)
-    if job.text.fingerprint != found:
+    if job.text.fingerprint != digest:
         raise DataError(
             f"{folder} has the neighbours of another text: of {manifest.prefix} with the content "
-            f"{job.text.fingerprint[:16]}..., and {text.name} has {found[:16]}...; run mt retro query for this text"
+            f"{job.text.fingerprint[:16]}..., and {text.name} has {digest[:16]}...; run mt retro query for this text"
         )
     if not isinstance(database, ChunkDatabase):
         raise DataError(

@@ -177,11 +177,11 @@ def _neighbors_of(project: Path, prefix: str) -> Path:
     """The folder of the text with this content, whatever its name was."""
     # The content identifies the folder, so a text that was moved or renamed still finds its neighbours.
     digits = IndexedDataset(prefix).fingerprint()[:FINGERPRINT_DIGITS]
-    found = sorted(project.glob(f"query/*_{digits}/{MANIFEST}"))
-    if not found:
+    manifests = sorted(project.glob(f"query/*_{digits}/{MANIFEST}"))
+    if not manifests:
         others = ", ".join(sorted(path.parent.name for path in project.glob(f"query/*/{MANIFEST}"))) or "none"
         raise DataError(
             f"data.retro_project_dir={project} has no neighbours of {prefix} with the content {digits}... (it has: "
             f"{others}); run mt retro query {project} --text {prefix}"
         )
-    return found[0].parent
+    return manifests[0].parent

@@ -253,7 +253,7 @@ class RetroSFTDataset:
         mask = (np.arange(ids.shape[1]) < self.answers.lengths[number][:, None]).astype(np.int64)
         every = {"neighbor_tokens": ids, "neighbor_mask": mask}
         # [chunks, K, r] from [K, r]
-        return {name: self.shape.of_every_chunk(own, self.sequence_length) for name, own in every.items()}
+        return {name: self.shape.of_every_chunk(values, self.sequence_length) for name, values in every.items()}
 
     def _record(self, index: int) -> int:
         if not 0 <= index < len(self):

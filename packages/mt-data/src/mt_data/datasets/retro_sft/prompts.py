@@ -138,13 +138,13 @@ def filled_up(prompt: list[int], chunk_length: int, filler: int) -> list[int]:
 def filler_of(tokenizer: Tokenizer, chunk_length: int) -> int:
     """The id that fills up a prompt: that of the end of a document, else of its start or padding."""
     special = tokenizer.special
-    found = next((token for token in (special.eod, special.bos, special.pad) if token is not None), None)
-    if found is None and chunk_length > 1:
+    filler = next((token for token in (special.eod, special.bos, special.pad) if token is not None), None)
+    if filler is None and chunk_length > 1:
         raise ConfigError(
             "the tokenizer has no eod, bos or pad to fill up a prompt to whole chunks of data.retro_chunk_length="
             f"{chunk_length}; choose another tokenizer"
         )
-    return found or 0
+    return filler or 0
 
 
 # -- passages as neighbours of chunks ----------------------------------------------------------------
@@ -163,9 +163,9 @@ class NeighborShape:
         ids = np.zeros((self.num_neighbors, self.retrieved_length), np.int64)
         mask = np.zeros_like(ids)
         for row, passage in enumerate(passages[: self.num_neighbors]):
-            found = encode(passage)[: self.retrieved_length]
-            ids[row, : len(found)] = found
-            mask[row, : len(found)] = 1
+            passage_ids = encode(passage)[: self.retrieved_length]
+            ids[row, : len(passage_ids)] = passage_ids
+            mask[row, : len(passage_ids)] = 1
         return ids, mask
 
     def of_every_chunk(self, neighbors: NDArray[np.int64], positions: int) -> NDArray[np.int64]:

@@ -48,7 +48,7 @@ class QARecord:
     @property
     def question(self) -> str:
         """What the user says last."""
-        return str(next(one for one in reversed(self.messages) if one["role"] == "user")["content"])
+        return str(next(message for message in reversed(self.messages) if message["role"] == "user")["content"])
 
     @property
     def where(self) -> str:
@@ -75,8 +75,8 @@ def qa_record(record: Record) -> QARecord:
     value, where = record.value, f"{record.file}, record {record.line}"
     passages = tuple(_passages(value, where))
     if "messages" in value:
-        messages, given = _split_conversation(check_messages(value["messages"], "messages", where), where)
-        return QARecord(messages, (*given, *_answers(value, where)), passages, record.file, record.line)
+        messages, answers = _split_conversation(check_messages(value["messages"], "messages", where), where)
+        return QARecord(messages, (*answers, *_answers(value, where)), passages, record.file, record.line)
     question = value.get("question")
     if not isinstance(question, str):
         raise DataError(f"{where} needs a text under question, or messages; its keys are {', '.join(value)}")
@@ -112,25 +112,25 @@ def _answers(value: Mapping[str, Any], where: str) -> list[str]:
     key = next((key for key in ANSWERS if key in value), None)
     if key is None:
         return []
-    given = [value[key]] if isinstance(value[key], str) else value[key]
-    return _texts({key: given}, key, where)
+    texts = [value[key]] if isinstance(value[key], str) else value[key]
+    return _texts({key: texts}, key, where)
 
 
 def _texts(value: Mapping[str, Any], key: str, where: str) -> list[str]:
-    found = value.get(key)
-    if not isinstance(found, list) or not all(isinstance(text, str) for text in found):
-        raise DataError(f"{where}: {key} must be a list of texts, and is {json_kind(found)}")
-    return found
+    texts = value.get(key)
+    if not isinstance(texts, list) or not all(isinstance(text, str) for text in texts):
+        raise DataError(f"{where}: {key} must be a list of texts, and is {json_kind(texts)}")
+    return texts
 
 
 def _passages(value: Mapping[str, Any], where: str) -> Iterator[str]:
     key = next((key for key in (*SEVERAL, *SINGLE) if key in value), None)
     if key is None:
         return
-    given = value[key] if key in SEVERAL else [value[key]]
-    if not isinstance(given, list):
-        raise DataError(f"{where}: {key} must be a list of passages, and is {json_kind(given)}")
-    for number, passage in enumerate(given, 1):
+    passages = value[key] if key in SEVERAL else [value[key]]
+    if not isinstance(passages, list):
+        raise DataError(f"{where}: {key} must be a list of passages, and is {json_kind(passages)}")
+    for number, passage in enumerate(passages, 1):
         yield passage_of(passage, f"{where}, {key} {number}")
 
 
@@ -166,10 +166,10 @@ def _of_questions(path: Path, on_unusable: OnUnusable) -> Iterator[Record]:
 
 
 def _is_array(path: Path) -> bool:
-    found = detect_format(path)
-    if found.kind != "jsonl":
+    input_format = detect_format(path)
+    if input_format.kind != "jsonl":
         return False
-    with open_stream(path, found) as stream:
+    with open_stream(path, input_format) as stream:
         # The ending .json means JSON lines; Megatron's NAME_QA_train.json holds one array. A page is enough for the
         # white space that may come before its bracket.
         return stream.read(4096).lstrip().startswith(b"[")

@@ -116,11 +116,11 @@ def _of_tokenizer(tokenizer: Tokenizer) -> str:
     if "chat_template.jinja" in files:
         return files["chat_template.jinja"].decode("utf-8")
     for name in ("chat_template.json", "tokenizer_config.json"):
-        found = _json(files, name).get("chat_template")
-        if isinstance(found, str):
-            return found
-        if isinstance(found, list):
-            named = {entry["name"]: entry["template"] for entry in found}
+        template = _json(files, name).get("chat_template")
+        if isinstance(template, str):
+            return template
+        if isinstance(template, list):
+            named = {entry["name"]: entry["template"] for entry in template}
             if "default" in named:
                 return named["default"]
             raise ConfigError(

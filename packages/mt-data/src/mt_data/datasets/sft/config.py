@@ -82,16 +82,16 @@ def checkpoint_files(config: ChatTemplateKeys, tokenizer: Tokenizer, files: Mapp
     Raises ConfigError for a data.chat_template_file that cannot be read or is no Jinja.
     """
     files = {name: data for name, data in files.items() if name != TRAINED_TEMPLATE}
-    own = config.chat_template_file is None and config.chat_template == OF_TOKENIZER
+    from_tokenizer = config.chat_template_file is None and config.chat_template == OF_TOKENIZER
     try:
         template = load_chat_template(
             config.chat_template, config.chat_template_file, tokenizer, config.eod_after_answer
         )
     except ConfigError:
-        if own:  # the tokenizer brings none along, which the data set reports when it is built
+        if from_tokenizer:  # the tokenizer brings none along, which the data set reports when it is built
             return files
         raise
-    if not own:
+    if not from_tokenizer:
         files[TRAINED_TEMPLATE] = template.source.encode()
     if ends := end_ids(template, tokenizer):
         files[GENERATION] = _with_ends(_generation(files, tokenizer), ends)

@@ -89,8 +89,8 @@ def compile_template(source: str, name: str) -> CompiledTemplate:
     environment.globals["raise_exception"] = _raise_exception
     try:
         # Looked for in the syntax tree, since the text of the tag may be part of a comment or a string.
-        found = environment.parse(source).find_all(nodes.ExtensionAttribute)
-        has_marks = any(node.identifier == _Generation.identifier for node in found)
+        tags = environment.parse(source).find_all(nodes.ExtensionAttribute)
+        has_marks = any(node.identifier == _Generation.identifier for node in tags)
         return CompiledTemplate(environment.from_string(source), has_marks, name, environment.budget)
     except TemplateSyntaxError as error:
         raise ConfigError(f"{name}, line {error.lineno}: no valid Jinja template ({error.message})") from error
@@ -106,8 +106,8 @@ def _unmark(text: str, where: str) -> tuple[str, list[tuple[int, int]]]:
     length = 0
     # Each piece but the first follows an opening mark and must hold exactly one closing mark: "a<b>c" -> "a", "b>c".
     for number, piece in enumerate(text.split(_OPEN)):
-        inside, found, outside = piece.partition(_CLOSE)
-        if bool(found) != bool(number) or _CLOSE in outside:
+        inside, separator, outside = piece.partition(_CLOSE)
+        if bool(separator) != bool(number) or _CLOSE in outside:
             raise DataError(
                 f"{where} holds U+FDD0 or U+FDD1, which are no characters of any text, or its template puts one "
                 "{% generation %} into another"
@@ -230,32 +230,32 @@ class LimitedEnvironment(ImmutableSandboxedEnvironment):
                     value = list(value)
                 self._count_text(name, value, args, kwargs)
             first = {"context": context, "eval_context": context.eval_ctx, "environment": self}
-            given = [] if kind is None else [first[kind.name]]
-            return function(*given, value, *args, **kwargs)
+            injected = [] if kind is None else [first[kind.name]]
+            return function(*injected, value, *args, **kwargs)
 
         return filtered
 
     def _count_text(self, name: str, value: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         """Take what a filter or a method of a text will make at most. Raises LimitError."""
-        given = [*args, *kwargs.values()]
-        if any(isinstance(entry, int) and abs(entry) > LARGEST_NUMBER for entry in given):
+        arguments = [*args, *kwargs.values()]
+        if any(isinstance(entry, int) and abs(entry) > LARGEST_NUMBER for entry in arguments):
             raise LimitError(f"{name} with a number above {LARGEST_NUMBER}")
         if name in ("format", "format_map"):
-            self._count_format(str(value), given)
+            self._count_format(str(value), arguments)
             return
         size = len(value) if isinstance(value, Sized) else 0
-        longest = max((len(entry) for entry in given if isinstance(entry, Sized)), default=0)
-        widest = max((abs(entry) for entry in given if isinstance(entry, int)), default=0)
+        longest = max((len(entry) for entry in arguments if isinstance(entry, Sized)), default=0)
+        widest = max((abs(entry) for entry in arguments if isinstance(entry, int)), default=0)
         if name == "join":
-            members = next((entry for entry in given if not isinstance(entry, str)), value)
+            members = next((entry for entry in arguments if not isinstance(entry, str)), value)
             members = members if isinstance(members, list | tuple | str) else []
             # Before their lengths are added up, which takes as long as many characters for each.
             self.budget.take(MEMBER * len(members))
             self.budget.take(sum(map(_length, members)) + len(members) * (longest if members is value else size))
         elif name == "replace":
             old, new = (*args, "", "")[:2]
-            found = value.count(old) if isinstance(value, str) and isinstance(old, str) else size
-            self.budget.take(size + found * _length(new))
+            occurrences = value.count(old) if isinstance(value, str) and isinstance(old, str) else size
+            self.budget.take(size + occurrences * _length(new))
         elif name in ("indent", "expandtabs"):
             lines = sum(map(str(value).count, "\n\t")) + 1
             self.budget.take(size + lines * max(longest, widest))
@@ -274,13 +274,13 @@ class LimitedEnvironment(ImmutableSandboxedEnvironment):
         return 2 + indent * depth + _length(value) + sum(self._json_size(entry, indent, depth + 1) for entry in inner)
 
     def _count_format(self, form: str, values: Iterable[Any]) -> None:
-        given = list(values)
+        entries = list(values)
         numbers = [int(digits) if len(digits) < 9 else LARGEST_NUMBER + 1 for digits in _WIDTHS.findall(form)]
-        numbers += [abs(entry) for entry in given if isinstance(entry, int)] if "*" in form else []
+        numbers += [abs(entry) for entry in entries if isinstance(entry, int)] if "*" in form else []
         if max(numbers, default=0) > LARGEST_NUMBER:
             raise LimitError(f"a format with a number above {LARGEST_NUMBER}")
         places = form.count("%") + form.count("{")
-        self.budget.take(len(form) + sum(numbers) + max(map(_length, given), default=0) * max(places, 1))
+        self.budget.take(len(form) + sum(numbers) + max(map(_length, entries), default=0) * max(places, 1))
 
 
 class _Counted(Extension):

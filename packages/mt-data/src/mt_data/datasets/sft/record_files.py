@@ -52,22 +52,24 @@ def read_examples(
 
 
 def _records(path: Path, on_malformed: Callable[[MalformedRecord], None]) -> Iterator[Record]:
-    found = examine_format(as_path(path))
-    if found.kind == "jsonl" and _is_array(path, found):
-        return _array_records(path, found, on_malformed)
+    input_format = examine_format(as_path(path))
+    if input_format.kind == "jsonl" and _is_array(path, input_format):
+        return _array_records(path, input_format, on_malformed)
     return iter_records(path, on_malformed=on_malformed)
 
 
-def _is_array(path: Path, found: InputFormat) -> bool:
+def _is_array(path: Path, input_format: InputFormat) -> bool:
     """Whether the file is one JSON array of objects."""
-    with open_stream(as_path(path), found) as stream:
+    with open_stream(as_path(path), input_format) as stream:
         begin = stream.read(_LOOK).removeprefix(b"\xef\xbb\xbf").lstrip()
     return begin.startswith(b"[") and begin[1:].lstrip().startswith(b"{")
 
 
-def _array_records(path: Path, found: InputFormat, on_malformed: Callable[[MalformedRecord], None]) -> Iterator[Record]:
+def _array_records(
+    path: Path, input_format: InputFormat, on_malformed: Callable[[MalformedRecord], None]
+) -> Iterator[Record]:
     """The objects of an array, one parsed after the other, each with the line that it begins on."""
-    with open_stream(as_path(path), found) as stream:
+    with open_stream(as_path(path), input_format) as stream:
         try:
             text = stream.read().decode("utf-8-sig")
         except UnicodeDecodeError as error:

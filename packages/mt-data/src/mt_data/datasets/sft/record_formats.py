@@ -53,9 +53,9 @@ class RecordReader:
         and for one that its format does not allow."""
         if self.format is None:
             self.format, self._first = self._detect(record), place(record.file, record.line)
-        elif self._first is not None and (own := self._detect(record)) != self.format:
+        elif self._first is not None and (detected := self._detect(record)) != self.format:
             raise DataError(
-                f"{place(record.file, record.line)} is a record of the format {own}, and {self._first} one of "
+                f"{place(record.file, record.line)} is a record of the format {detected}, and {self._first} one of "
                 f"{self.format}; put them into two files, or name the format with data.record_format"
             )
         return self._convert[self.format](record)

@@ -33,15 +33,15 @@ def resample(samples: NDArray[np.float32], rate: int, wanted: int) -> NDArray[np
     # that all its outputs have the weights of one filter.
     padded = np.zeros(reach + (rounds + 1) * step + 2 * reach, np.float64)
     padded[reach : reach + len(samples)] = samples[: len(padded) - reach]
-    found = np.empty((rounds, phases), np.float32)
+    resampled = np.empty((rounds, phases), np.float32)
     for phase in range(phases):
         first, fraction = divmod(phase * step, phases)
         places = np.arange(-reach + 1, reach + 1, dtype=np.float64) - fraction / phases
         weights = windowed_sinc(places, cut, reach)
         # [rounds, 2 reach]: what is around each output, which begins `reach - 1` samples before it.
         around = np.lib.stride_tricks.sliding_window_view(padded[first + 1 :], 2 * reach)[::step][:rounds]
-        found[:, phase] = around @ weights
-    return found.reshape(-1)[:length]
+        resampled[:, phase] = around @ weights
+    return resampled.reshape(-1)[:length]
 
 
 def windowed_sinc(distance: NDArray[np.floating], cut: float, reach: int) -> NDArray[np.float64]:

@@ -98,16 +98,16 @@ def _opened(file: StoredFile) -> Iterator[tuple[BinaryIO, int]]:
 
 
 def _decoded(data: bytes, head: WavHead) -> NDArray[np.floating]:
-    kind, one = ENCODINGS[head.encoding]
+    kind, full_scale = ENCODINGS[head.encoding]
     numbers = np.frombuffer(data, kind)
     if head.encoding == (PCM, 8):
-        return (numbers.astype(np.float32) - 128.0) / np.float32(one)
+        return (numbers.astype(np.float32) - 128.0) / np.float32(full_scale)
     if head.encoding == (PCM, 24):
         # Three bytes behind a zero: the number times 256.
         words = np.zeros((len(numbers) // 3, 4), np.uint8)
         words[:, 1:] = numbers.reshape(-1, 3)
         numbers = words.reshape(-1).view("<i4")
-    return numbers.astype(np.float64) / one
+    return numbers.astype(np.float64) / full_scale
 
 
 def _head_of(stream: BinaryIO, size: int, name: str) -> WavHead:
