@@ -43,6 +43,13 @@ OF_MT = {("t5", "blenderbot")}
 """What mt alone writes: a T5 whose two tables of positions are one."""
 
 
+ASKED_FOR_ELSEWHERE = {
+    "output_router_logits": "a class adds the loss of balance only where logits of routers are asked for; mt trains "
+    "with the coefficient of config.json, which model.moe.moe_aux_loss_coeff changes",
+}
+"""Fields that may act otherwise in training: why."""
+
+
 def one_case_for_each(key: Callable[[Case], Hashable]) -> list[str]:
     found: dict[Hashable, str] = {}
     for name, case in CASES.items():
@@ -57,8 +64,6 @@ CONFIGURATIONS = one_case_for_each(lambda case: case.config)
 WITH_TIES = [("qwen4_exp_text", ("indexer_n_heads",), 1)]
 """Values by which several runs of keys have the score 0: which of them the class chooses depends on how many there are
 before a position, as torch.topk of a vector of that length does."""
-SHORTENED = [("inkling_text", ("unpadded_vocab_size",), value) for value in (1, 2, 3, 8)]
-"""Values by which the class leaves logits out, which are -inf here; tests/models/test_inkling.py has the others."""
 
 
 @cache
@@ -72,7 +77,9 @@ def failures(judged: list[Judged]) -> list[str]:
     return [
         str(one)
         for one in judged
-        if one.outcome in FAILURES and (one.case, tuple(one.path), one.value) not in (*WITH_TIES, *SHORTENED)
+        if one.outcome in FAILURES
+        and not (one.outcome == Outcome.SILENT_IN_TRAINING and one.path[-1] in ASKED_FOR_ELSEWHERE)
+        and (one.case, tuple(one.path), one.value) not in WITH_TIES
     ]
 
 
