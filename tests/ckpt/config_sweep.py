@@ -18,8 +18,10 @@ from typing import Any
 
 import torch
 import transformers
+from safetensors.torch import load_file, save_file
 from tests.ckpt import config_values
-from tests.ckpt.family_cases import CASES, SOUND_SAMPLES, Case, class_named, inputs_of, make_model
+from tests.ckpt.family_cases import SOUND_SAMPLES, Case, class_named, inputs_of, make_model
+from tests.ckpt.larger_classes import BESIDE_TEXT, LARGER_CLASSES, SWEEP_CASES
 from tests.models.qwen3_omni_reference import reference_features, sound
 from torch import Tensor, nn
 
@@ -102,12 +104,12 @@ class Sweep:
 
     def __init__(self, name: str, folder: Path, host: PluginHost) -> None:
         self.name, self.folder, self.host = name, folder, host
-        self.case = with_router_loss(with_few_positions(CASES[name]))
+        self.case = with_router_loss(with_few_positions(SWEEP_CASES[name]))
         self.kind = class_named(self.case.model)
         model = make_model(self.case)
         self.config, self.base = model.config, folder / "base"
         self.misfits: set[str] = set()
-        save(model, self.base)
+        self._save(model, self.base)
         self.external = json.loads((self.base / CONFIG).read_text())
         self.parsed = type(self.config).from_pretrained(self.base).to_dict()
         self.ours_unchanged: Passes | None = None
@@ -140,7 +142,9 @@ class Sweep:
             # Sizes that differ between layers are read as those that config.json states for all.
             if getattr(part, "is_heterogeneous", False):
                 part.allow_global_per_layer_attribute_access = True
-        return list(config_values.changes(config, self.known))
+        changes = config_values.changes(config, self.known)
+        without_towers = self.name in LARGER_CLASSES
+        return [(path, value) for path, value in changes if not (without_towers and path[0] in BESIDE_TEXT)]
 
     def judge(self, path: config_values.Path, value: Any) -> Judged:
         folder = self.folder / "changed"
@@ -205,10 +209,22 @@ class Sweep:
         # Of a model that is tied or not the names in memory are the same, and those in the file are not.
         tied, was_tied = (getattr(found, "tie_word_embeddings", None) for found in (model.config, self.config))
         if misfits or tied != was_tied:
-            save(self.kind(parsed), folder)
+            self._save(self.kind(parsed), folder)
             (folder / CONFIG).write_text(json.dumps(external))
             model, _ = self._loaded(folder)
         return self._theirs(model, folder)
+
+    def _save(self, model: nn.Module, folder: Path) -> None:
+        """With weights by name."""
+        with torch.no_grad():
+            for name, tensor in model.state_dict().items():
+                generator = torch.Generator().manual_seed(zlib.crc32(name.encode()))
+                if tensor.is_floating_point():
+                    tensor.copy_(0.2 * torch.randn(tensor.shape, generator=generator))
+        model.float().save_pretrained(folder)
+        if self.name in LARGER_CLASSES:
+            stored = load_file(folder / WEIGHTS)
+            save_file({name: stored[name] for name in stored if not is_of_tower(name)}, folder / WEIGHTS)
 
     def _loaded(self, folder: Path) -> tuple[nn.Module, set[str]]:
         """The model of transformers in fp32, and names of tensors that do not fit it, but for those that never do."""
@@ -259,7 +275,7 @@ class Sweep:
     def _inputs(self, folder: Path) -> dict[str, Tensor]:
         external = json.loads((folder / CONFIG).read_text())
         vocabulary = external.get("vocab_size", external.get("text_config", {}).get("vocab_size"))
-        side = external.get("image_size", external.get("vision_config", {}).get("image_size"))
+        side = external.get("image_size", (external.get("vision_config") or {}).get("image_size"))
         inputs = sweep_inputs(self.case)
         if self.case.inputs == "text_with_sound":
             return inputs | self._sounds(external)
@@ -282,6 +298,10 @@ class Sweep:
         """Spectrograms with the mel bins of a changed config.json."""
         bins = external["audio_config"]["num_mel_bins"]
         return {"input_features": reference_features(SOUNDS, bins)[0]} if isinstance(bins, int) and bins > 0 else {}
+
+
+def is_of_tower(name: str) -> bool:
+    return any(part in name for part in ("vision", "visual", "audio", "projector", "patch_merge"))
 
 
 def without_padding(logits: Tensor, size: int) -> Tensor:
@@ -367,16 +387,6 @@ def with_few_positions(case: Case) -> Case:
 def with_router_loss(case: Case) -> Case:
     found = has_router_loss(getattr(transformers, case.config)())
     return replace(case, keys={**case.keys, "output_router_logits": True}) if found else case
-
-
-def save(model: nn.Module, folder: Path) -> None:
-    """With weights by name."""
-    with torch.no_grad():
-        for name, tensor in model.state_dict().items():
-            generator = torch.Generator().manual_seed(zlib.crc32(name.encode()))
-            if tensor.is_floating_point():
-                tensor.copy_(0.2 * torch.randn(tensor.shape, generator=generator))
-    model.float().save_pretrained(folder)
 
 
 def with_field(external: dict[str, Any], path: config_values.Path, value: Any) -> dict[str, Any]:

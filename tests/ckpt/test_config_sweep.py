@@ -14,7 +14,8 @@ pytest.importorskip("transformers")
 
 from tests.ckpt.config_sweep import FAILURES, Judged, Outcome, Sweep, quiet
 from tests.ckpt.config_values import Path as FieldPath
-from tests.ckpt.family_cases import CASES, Case, model_type_of
+from tests.ckpt.family_cases import Case, model_type_of
+from tests.ckpt.larger_classes import SWEEP_CASES
 
 from mt_core.plugins import load_plugins
 from mt_core.specs import MODELS
@@ -22,18 +23,8 @@ from mt_core.specs import MODELS
 MAX_HARMLESS_REFUSALS = 250
 """Of all values of one case for each configuration."""
 NOT_SWEPT = {
-    "qwen3_5": "qwen3_5_text within a file that has an image tower too",
-    "qwen3_5_moe": "qwen3_5_moe_text within a file that has an image tower too",
-    "minimax_m3_vl": "minimax_m3_vl_text within a file that has an image tower too",
-    "qwen4_exp": "qwen4_exp_text within a file that has an image tower too",
-    "gemma4": "gemma4_text within a file that has towers too",
-    "gemma4_unified": "gemma4_unified_text within a file that has towers too",
     "step3p5": "step3p7's text_config as a file of its own, for which transformers has no class with a head",
-    "inkling_mm_model": "inkling_text within a file that has towers too",
     "kimi_k2": "deepseek_v3, under another name, for which transformers has no class",
-    "kimi_k25": "deepseek_v3 within a file that has an image tower too",
-    "glm5_next": "glm5_next_text within a file that has an image tower too",
-    "smolvlm": "idefics3, under another name",
     "qwen3_omni_moe": "qwen3_omni_moe_thinker with a talker, whose class has no forward pass",
     "rwkv7": "transformers has no class for it; tests/models/test_rwkv7.py compares it with formulas",
     "kimi_k3": "transformers has no class for it; tests/models/test_kimi_k3.py compares it with formulas",
@@ -52,7 +43,7 @@ ASKED_FOR_ELSEWHERE = {
 
 def one_case_for_each(key: Callable[[Case], Hashable]) -> list[str]:
     found: dict[Hashable, str] = {}
-    for name, case in CASES.items():
+    for name, case in SWEEP_CASES.items():
         found.setdefault(key(case), name)
     return list(found.values())
 
@@ -171,7 +162,7 @@ def test_every_type_of_every_family_has_a_case(host) -> None:
     maps = {spec.name: spec.name_maps["hf"].load() for spec in host[MODELS] if "hf" in spec.name_maps}
     wanted = {(family, kind) for family, found in maps.items() for kind in found.model_types if kind not in NOT_SWEPT}
     classifying = {(family, kind) for family, kind in wanted if family.endswith(("_classification", "_choice"))}
-    have = {(case.family, model_type_of(case)) for case in CASES.values()}
+    have = {(case.family, model_type_of(case)) for case in SWEEP_CASES.values()}
     # A head is the same on every base.
     assert wanted - classifying - have == OF_MT
     assert {family for family, _ in classifying} <= {family for family, _ in have}

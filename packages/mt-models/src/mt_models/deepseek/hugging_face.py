@@ -63,8 +63,14 @@ def name_map(config: DeepseekConfig) -> NameMap:
 
 TOWER = frozenset(f"{prefix}{part}.*" for prefix in ("", "model.") for part in ("vision_tower", "mm_projector"))
 """Tensors of the image tower of Kimi K2.5, which this family does not have."""
-WITHIN = {"language_model.model.": "model.", "language_model.lm_head.": "lm_head.", "model.language_model.": "model."}
-"""Prefixes of the decoder in files of Kimi K2.5, and in the memory of transformers -> those of the decoder alone."""
+WITHIN = {
+    "language_model.model.blocks.": "model.layers.",
+    "language_model.model.": "model.",
+    "language_model.lm_head.": "lm_head.",
+    "model.language_model.": "model.",
+}
+"""Prefixes of the decoder in files of Kimi K2.5 (`blocks` as transformers writes them, which renames layers of the tower),
+and in the memory of transformers -> those of the decoder alone."""
 
 
 def spelling(config: DeepseekConfig, name: str) -> str:
