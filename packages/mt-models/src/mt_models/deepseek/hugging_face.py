@@ -69,8 +69,8 @@ WITHIN = {
     "language_model.lm_head.": "lm_head.",
     "model.language_model.": "model.",
 }
-"""Prefixes of the decoder in files of Kimi K2.5 (`blocks` as transformers writes them, which renames layers of the tower),
-and in the memory of transformers -> those of the decoder alone."""
+"""Prefixes of the decoder in files of Kimi K2.5 (`blocks` where transformers wrote them, which renames layers of the
+tower), and in the memory of transformers -> those of the decoder alone."""
 
 
 def spelling(config: DeepseekConfig, name: str) -> str:

@@ -111,9 +111,16 @@ def _positions(func: Any, args: Any) -> Any:
     return args[0], indices
 
 
+MOST_EXPERTS = 256
+"""More choices than these are keys of a position (an indexer's), on whose values no size depends: with values, a matrix
+of all queries and keys would be computed for each layer and kind of load."""
+
+
 def _topk(assign: Assignment, func: Any, args: Any, options: Mapping[str, Any]) -> tuple[Tensor, Tensor]:
-    """Values on the meta device and assigned indices; along the last dimension"""
+    """Values on the meta device and assigned indices, but for those of keys; along the last dimension"""
     values, indices = func(*args, **options)
+    if indices.shape[-1] > MOST_EXPERTS:
+        return values, indices
     rows = indices.shape[:-1].numel()
     return values, assign(rows, indices.shape[-1], args[0].shape[-1]).view(indices.shape)
 
