@@ -190,7 +190,7 @@ def test_a_group_gives_what_ranks_alike_would() -> None:
 
 
 def test_keys_that_an_indexer_chooses_have_no_values() -> None:
-    """Experts' numbers decide sizes, those of keys do not: [1, S, topk] of all positions would be computed and spread."""
+    """Experts' numbers decide sizes, those of keys do not: [1, S, topk] of them would be computed and spread."""
     with RoutedTokens(assign_round_robin):
         experts, keys = torch.empty(2, 512, device="meta").topk(8), torch.empty(2, 4096, device="meta").topk(2048)
     assert experts.indices.device.type == "cpu"
