@@ -428,3 +428,26 @@ def refusal(world: int, fields: Mapping[str, Any]) -> str:
     except ConfigError as error:
         return str(error)
     return ""
+
+
+def train_on_files(prefix: str, fields: Mapping[str, Any], world: int) -> list[float]:
+    """Losses of a few steps and an evaluation on token files of `mt data preprocess`, whose ids are bytes."""
+    import torch
+    import transformers
+
+    from mt_accelerate import Accelerator
+    from mt_accelerate.utils import MegatronLMDummyDataLoader, MegatronLMDummyScheduler
+
+    torch.manual_seed(0)
+    sizes = {"n_layer": 2, "n_embd": 32, "n_head": 4, "n_positions": 16, "vocab_size": 264, "eos_token_id": 256}
+    model = transformers.GPT2LMHeadModel(transformers.GPT2Config(**sizes, bos_token_id=256))
+    # The scheduler's steps are divided by the data-parallel size, and the order of samples follows from the length.
+    plugin, size, _ = plugin_of({**fields, "train_iters": TOTAL}, world)
+    accelerator = Accelerator(megatron_lm_plugin=plugin, cpu=True)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=LR)
+    scheduler = MegatronLMDummyScheduler(optimizer, total_num_steps=TOTAL)
+    data = MegatronLMDummyDataLoader(data_path=prefix, splits_string="90,5,5", seq_length=16, micro_batch_size=size)
+    model, _, _, train, valid, _ = accelerator.prepare(model, optimizer, scheduler, data, data, data)
+    losses = [model(**next(train)).loss.item() for _ in range(STEPS)]
+    model.eval()
+    return [*losses, model(**next(valid)).loss.item()]

@@ -10,7 +10,7 @@ import torch
 from tests.accelerate.programs import build, samples
 from torch.utils.data import DataLoader
 
-from mt_accelerate import Accelerator, MegatronLMPlugin
+from mt_accelerate import Accelerator, MegatronLMPlugin, notebook_launcher
 from mt_accelerate.launch import checked_values, launch_command, launch_variables
 from mt_accelerate.utils import (
     GradientAccumulationPlugin,
@@ -232,6 +232,11 @@ CASES: dict[str, tuple[Callable[[], Any], type[MtError], str]] = {
         "int: an object has to have state_dict()",
     ),
     "reduction": (lambda: Accelerator(cpu=True).reduce(torch.ones(1), "max"), ConfigError, "sum, mean or none"),
+    "processes of a notebook": (
+        lambda: notebook_launcher(print, (), num_processes=2),
+        ConfigError,
+        "mt launch --num_processes N FILE",
+    ),
     "machines": (
         lambda: launch_command({"num_processes": 3, "num_machines": 2}, None, []),
         ConfigError,

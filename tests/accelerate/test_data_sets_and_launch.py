@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import json
+import os
+import subprocess
+import sys
 from pathlib import Path
 from typing import NamedTuple
 
@@ -37,8 +41,10 @@ SCRIPT = """
 import sys
 from tests.accelerate import programs
 found = programs.train("gpt2", {}, 2, sys.argv[sys.argv.index("--folder") + 1])
+on_files = programs.train_on_files(sys.argv[sys.argv.index("--data") + 1], {}, 2)
 if found["main"]:
     print("losses", *found["losses"])
+    print("on files", *on_files)
 """
 YAML = """
 distributed_type: MEGATRON_LM
@@ -47,6 +53,34 @@ mixed_precision: 'no'
 use_cpu: true
 megatron_lm_config: {megatron_lm_use_distributed_optimizer: true, megatron_lm_gradient_clipping: 1.0}
 """
+
+
+def token_files(folder: Path) -> str:
+    """The prefix of what `mt data preprocess` writes."""
+    lines = [json.dumps({"text": f"the cat {number} sat on mat {number * number}"}) for number in range(200)]
+    (folder / "texts.jsonl").write_text("\n".join(lines), encoding="utf-8")
+    words = ["--input", str(folder / "texts.jsonl"), "--output-prefix", str(folder / "texts"), "--append-eod"]
+    assert main.run(["data", "preprocess", *words, "--tokenizer-type", "ByteLevelTokenizer", "--workers", "1"]) == 0
+    return str(folder / "texts_text_document")
+
+
+def losses_after(name: str, output: str) -> list[float]:
+    (line,) = [line for line in output.splitlines() if line.startswith(name)]
+    return [float(word) for word in line.removeprefix(name).split()]
+
+
+@pytest.mark.slow
+def test_a_process_on_token_files_ends_without_complaints(tmp_path: Path) -> None:
+    script = "import sys; from tests.accelerate import programs; print(programs.train_on_files(sys.argv[1], {}, 1))"
+    prefix = token_files(tmp_path)
+    environment = {**os.environ, "PYTHONPATH": str(Path(__file__).parents[2])}
+    done = subprocess.run(
+        [sys.executable, "-c", script, prefix], env=environment, capture_output=True, text=True, check=False
+    )
+    assert done.returncode == 0, done.stderr
+    assert "Exception ignored" not in done.stderr
+    losses = json.loads(done.stdout)
+    assert losses[2] < losses[0]
 
 
 @pytest.mark.dist
@@ -59,12 +93,16 @@ def test_mt_launch_runs_a_script_with_the_files_layout(
     (tmp_path / "megatron.yaml").write_text(YAML)
     monkeypatch.setenv("PYTHONPATH", str(Path(__file__).parents[2]))
     command = ["launch", "--config_file", str(tmp_path / "megatron.yaml"), str(tmp_path / "script.py")]
-    code = main.run([*command, *separator, "--folder", str(tmp_path / "state")])
+    prefix = token_files(tmp_path)
+    capfd.readouterr()
+    code = main.run([*command, *separator, "--folder", str(tmp_path / "state"), "--data", prefix])
     written = capfd.readouterr()
     assert code == 0, written.err
-    (line,) = [line for line in written.out.splitlines() if line.startswith("losses")]
+    # Iterators that still read ahead, and threads that outlive the interpreter.
+    assert "Exception ignored" not in written.err
     alone = programs.train("gpt2", {}, 1, str(tmp_path / "alone"))
-    assert [float(word) for word in line.split()[1:]] == pytest.approx(alone["losses"], rel=1e-4)
+    assert losses_after("losses", written.out) == pytest.approx(alone["losses"], rel=1e-4)
+    assert losses_after("on files", written.out) == pytest.approx(programs.train_on_files(prefix, {}, 1), rel=1e-4)
     assert (tmp_path / "state" / "checkpoints" / "latest").is_file()
 
 

@@ -14,6 +14,7 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 from queue import Queue
+from typing import Any
 
 import pytest
 import torch.distributed as dist
@@ -157,6 +158,31 @@ def test_an_error_of_the_user_is_shown_by_its_message_and_gives_the_exit_code(pr
     assert re.match(r"rank 2 on \S+ \(phase data, step 4\) failed first:\n\nDataError: shard 7 is empty\n", shown)
     assert "Traceback" not in shown
     assert "Rank 1 failed with the same error.\nRank 0 followed.\n" in shown
+
+
+REFUSED = """
+import sys
+from pathlib import Path
+from mt_core.errors import ConfigError
+from mt_core.launch.session import rank_session
+
+folder = Path(sys.argv[2])
+with rank_session("cpu", run_dir=folder) as session:
+    if sys.argv[1]:
+        (folder / sys.argv[1]).touch()
+    raise ConfigError("no such layout")
+"""
+
+
+@pytest.mark.parametrize(("how", "left"), [("", None), ("metrics.jsonl", {"metrics.jsonl", "logs", "errors"})])
+def test_a_refusal_leaves_no_folder_and_a_run_keeps_its_own(program, tmp_path, capfd, how: str, left: Any) -> None:
+    folder = tmp_path / "run"
+    entry = [*program(REFUSED, how)[:-1], str(folder)]
+    assert launch(2, [], entry=entry, run_dir=folder) == ConfigError.exit_code
+    assert (None if not folder.exists() else {path.name for path in folder.iterdir()}) == left
+    shown = capfd.readouterr().err
+    assert "ConfigError: no such layout" in shown
+    assert ("Logs of the ranks" in shown) == (left is not None)
 
 
 def test_when_a_rank_is_killed_in_a_step_the_others_end_and_its_death_is_the_cause(program, tmp_path, capfd) -> None:

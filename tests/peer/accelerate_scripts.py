@@ -52,7 +52,7 @@ class Scripts:
     def close(self) -> None:
         assert self._process.stdin is not None
         self._process.stdin.close()
-        self._process.wait(10)
+        self._process.wait(60)
 
     def run(
         self,
@@ -65,15 +65,18 @@ class Scripts:
         variables: Mapping[str, str] | None = None,
         version: str = CURRENT,
         text: str = "mrpc",
+        libraries: Sequence[str] = (),
     ) -> Found:
-        """version: requirement on Accelerate, whose scripts may import its test utilities. Raises AssertionError with
+        """version: requirement on Accelerate, whose scripts may import its test utilities. libraries: requirements of
+        distributions that import Accelerate, and of what they need. Raises AssertionError with
         the end of the first rank's output that failed."""
         folder.mkdir(parents=True)
         for name, source in self.files.items():
             (folder / name).parent.mkdir(parents=True, exist_ok=True)
             (shutil.copytree if source.is_dir() else shutil.copyfile)(source, folder / name)
         job = {
-            "path": [str(installed_alone(version))],
+            "path": [str(installed_alone(one)) for one in (version, *libraries)],
+            "library": bool(libraries),
             "package": package,
             "script": str(script),
             "arguments": list(arguments),

@@ -1,8 +1,9 @@
 """Scripts that others wrote for Accelerate run after one changed import, with the losses that Accelerate has.
 
-Some stand in Accelerate's own package. The examples of its repository and of transformers' are in no package:
-MT_ACCELERATE_SCRIPTS names a folder that is laid out as they are, and their tests skip without it.
-`accelerate_process/server.py` says what is put in the place of the hub's models and data.
+Some stand in Accelerate's own package and in that of pytorch-accelerated, a trainer on top of it, whose examples are in
+its wheel. The examples of Accelerate's repository and of transformers' are in no package: MT_ACCELERATE_SCRIPTS names a
+folder that is laid out as they are, and their tests skip without it. `accelerate_process/server.py` says what is put in
+the place of the hub's models and data.
 """
 
 from __future__ import annotations
@@ -46,14 +47,16 @@ DATA_PARALLEL = {
 
 @dataclass(frozen=True)
 class Script:
-    """path: in the package of Accelerate, or in a repository. version: of Accelerate, whose names the script uses.
+    """path: in the distribution, or in a repository. version: of Accelerate, whose names the script uses.
+    libraries: requirements of distributions on top of Accelerate that the script imports, and of what these need.
     layouts: those that the script itself allows. halved: arguments that are added for half of the batch.
     packages: requirements of the script. plugin: fields of the plugin, as variables."""
 
     path: str
     arguments: tuple[str, ...] = ()
     version: str = CURRENT
-    in_package: bool = False
+    distribution: str | None = None
+    libraries: tuple[str, ...] = ()
     layouts: tuple[str, ...] = tuple(LAYOUTS)
     text: str = "mrpc"
     halved: tuple[str, ...] = ()
@@ -66,9 +69,27 @@ PACKAGED = ("--model_name_or_path", "bert-base-cased", "--num_epochs", "1", "--o
 BEFORE_XLA = "accelerate==0.26.1"
 BEFORE_5 = ("transformers>=4.50,<4.55",)
 """They have `send_example_telemetry`, and cut an attention mask that is longer than the text."""
+TRAINER = "pytorch-accelerated==0.1.61"
+LIBRARIES = (TRAINER, "func-to-script", "torchmetrics>=1.3,<1.4", "lightning-utilities")
 SCRIPTS = (
-    Script("test_utils/scripts/external_deps/test_performance.py", PACKAGED, in_package=True),
-    Script("test_utils/scripts/external_deps/test_checkpointing.py", PACKAGED, in_package=True),
+    Script("accelerate/test_utils/scripts/external_deps/test_performance.py", PACKAGED, distribution=CURRENT),
+    Script("accelerate/test_utils/scripts/external_deps/test_checkpointing.py", PACKAGED, distribution=CURRENT),
+    # The trainer changes the batch sampler of loaders, which the plugin's do not have.
+    Script(
+        "examples/nlp/hf_bert_glue_mrpc.py",
+        ("--num_epochs", "1"),
+        distribution=TRAINER,
+        libraries=LIBRARIES,
+        layouts=("own modules",),
+        halved=("--batch_size", "8"),
+    ),
+    *(
+        Script(f"examples/core/{name}.py", distribution=TRAINER, libraries=LIBRARIES, layouts=("own modules",))
+        for name in (
+            *("train_mnist", "train_with_metrics_in_loop", "train_with_metrics_in_callback"),
+            "custom_callback_event",
+        )
+    ),
     Script("examples/nlp_example.py", (), BEFORE_XLA),
     Script("examples/complete_nlp_example.py", ("--checkpointing_steps", "epoch"), BEFORE_XLA),
     Script(
@@ -129,8 +150,8 @@ CHECKED_BY_THEMSELVES = ("test_sync",)
 
 def located(script: Script) -> Path:
     """Skips the test where the script is not there."""
-    if script.in_package:
-        return installed_alone(script.version) / "accelerate" / script.path
+    if script.distribution is not None:
+        return installed_alone(script.distribution) / script.path
     folder = os.environ.get("MT_ACCELERATE_SCRIPTS")
     path = Path(folder or ".") / script.path
     if folder is None or not path.is_file():
@@ -174,6 +195,7 @@ def run(
         variables=layout.variables and {**layout.variables, **script.plugin},
         version=script.version,
         text=script.text,
+        libraries=script.libraries,
     )
 
 

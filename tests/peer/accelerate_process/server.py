@@ -5,6 +5,7 @@ a fork of this process, which has imported what is slow. A job has
 
     path        folders that come first among those of Python, for the version of Accelerate
     package     accelerate or mt_accelerate: what the script imports, the one change to it
+    library     whether the script imports Accelerate through a library, for which accelerate is then the package
     script, arguments, folder, variables, world
     text        mrpc: pairs of sentences with a label. lines: rows of text
 
@@ -17,12 +18,15 @@ means over ranks, and what each `compute` of the metric gives.
 
 from __future__ import annotations
 
+import importlib
 import json
 import os
 import re
 import socket
 import sys
 import traceback
+from importlib.abc import Loader, MetaPathFinder
+from importlib.machinery import ModuleSpec
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -75,6 +79,22 @@ class Accuracy:
         return {"accuracy": right, "f1": right}
 
 
+class Renamed(MetaPathFinder, Loader):
+    """The name accelerate for another package and its modules, in libraries that import it."""
+
+    def __init__(self, package: str) -> None:
+        self.package = package
+
+    def find_spec(self, name: str, path: Any = None, target: Any = None) -> ModuleSpec | None:
+        return ModuleSpec(name, self) if name.partition(".")[0] == "accelerate" else None
+
+    def create_module(self, spec: ModuleSpec) -> ModuleType:
+        return importlib.import_module(self.package + spec.name.removeprefix("accelerate"))
+
+    def exec_module(self, module: ModuleType) -> None:
+        """Has run under its own name."""
+
+
 def record(accelerator: type, losses: list[float]) -> None:
     backward = accelerator.backward
 
@@ -88,7 +108,11 @@ def record(accelerator: type, losses: list[float]) -> None:
 def run_script(job: dict[str, Any]) -> dict[str, list[float]]:
     import datasets
     import evaluate
+    import vision
 
+    vision.install()
+    if job["library"] and job["package"] != "accelerate":
+        sys.meta_path.insert(0, Renamed(job["package"]))
     found: dict[str, list[float]] = {"losses": [], "metrics": []}
     datasets.load_dataset = stand_in({"mrpc": pairs, "lines": lines}[job["text"]])
     evaluate.load = lambda *names, **options: Accuracy(found["metrics"])
@@ -102,7 +126,7 @@ def run_script(job: dict[str, Any]) -> dict[str, list[float]]:
     module = ModuleType("__main__")
     module.__file__ = job["script"]
     sys.modules["__main__"] = module
-    exec(compile(text, job["script"], "exec"), module.__dict__)
+    exec(compile(text, job["script"], "exec", dont_inherit=True), module.__dict__)
     return found
 
 

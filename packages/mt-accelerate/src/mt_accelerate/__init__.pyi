@@ -8,6 +8,7 @@ from .handlers import DistributedDataParallelKwargs as DistributedDataParallelKw
 from .handlers import GradScalerKwargs as GradScalerKwargs
 from .handlers import InitProcessGroupKwargs as InitProcessGroupKwargs
 from .handlers import ProfileKwargs as ProfileKwargs
+from .launchers import notebook_launcher as notebook_launcher
 from .megatron_lm.data_loaders import skip_first_batches as skip_first_batches
 from .megatron_lm_plugin import MegatronLMPlugin as MegatronLMPlugin
 from .state import DistributedType as DistributedType

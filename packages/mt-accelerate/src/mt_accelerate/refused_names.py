@@ -106,7 +106,7 @@ NAMES: Mapping[str, str] = {
     **dict.fromkeys(("MITA_PROFILING_AVAILABLE_PYTORCH_VERSION", "XPU_PROFILING_AVAILABLE_PYTORCH_VERSION"), INNER),
     **dict.fromkeys(("TORCH_DISTRIBUTED_OPERATION_TYPES", "TORCH_LAUNCH_PARAMS"), INNER),
     **dict.fromkeys(("ComputeEnvironment", "SageMakerDistributedType", "PrepareForLaunch"), STARTING),
-    **dict.fromkeys(("convert_dict_to_env_variables", "debug_launcher", "notebook_launcher", "install_xla"), STARTING),
+    **dict.fromkeys(("convert_dict_to_env_variables", "debug_launcher", "install_xla"), STARTING),
     **dict.fromkeys(("prepare_multi_gpu_env", "prepare_sagemager_args_inputs", "prepare_tpu"), STARTING),
     **dict.fromkeys(("prepare_simple_launcher_cmd_env", "write_basic_config"), STARTING),
     "add_model_config_to_megatron_parser": "any family of mt is prepared; MegatronLMPlugin has no parser of its own",

@@ -18,6 +18,9 @@ ROPE = "rope"
 DATASET_NAMES = {"bert": "bert", "t5": "t5"}
 """Model family -> Megatron's data set for it; others take that of GPT."""
 
+INDEXED = ("gpt", "bert", "t5")
+"""Data sets that are made of token files."""
+
 
 def training_sections(
     model: Mapping[str, Any],
@@ -56,7 +59,7 @@ def training_sections(
             "model": model_section(model, plugin),
             # A tokenizer of other_megatron_args replaces the model's as a whole: keys of two tokenizers do not mix.
             "tokenizer": {} if "tokenizer" in others else tokenizer,
-            "data": data,
+            "data": {**_ids_of_program(data, others), **data},
             "train": batch,
             "parallel": _virtual_stages(plugin, model),
             "optimizer": _optimizer(optimizer, undecayed, plugin),
@@ -65,6 +68,13 @@ def training_sections(
     )
     _require_no_contradiction(of_program, others)
     return merged(of_program, others)
+
+
+def _ids_of_program(data: Mapping[str, Any], others: Sections) -> Mapping[str, Any]:
+    """Token files are read by the program's model, whose tokenizer only the program has: without one in
+    other_megatron_args their ids are taken as they are."""
+    reads_files = "data_path" in data and data.get("dataset_type") in INDEXED
+    return {"accept_tokenizer_mismatch": True} if reads_files and "tokenizer" not in others else {}
 
 
 def _require_no_contradiction(of_program: Sections, others: Sections) -> None:

@@ -74,7 +74,8 @@ def launch(
     that of the first rank to fail (128 + n for signal n). Its error is shown first on standard error, and the remaining
     ranks are ended within seconds.
     Output of rank 0 is shown; that of the others is written to `logs/rank-N.log` in `run_dir`, records of failures
-    to `errors/rank-N.json` (without a run_dir: in a temporary folder, which is kept after a failure).
+    to `errors/rank-N.json` (without a run_dir: in a temporary folder, which is kept after a failure). A configuration
+    that ranks refuse before there is anything of a run leaves neither.
     With several nodes, the same call is made on each of them with its node_rank; master_addr is the first node.
     SIGTERM and SIGINT are passed to the ranks; a second one kills them.
 
@@ -152,13 +153,27 @@ def _run(
     with signals:
         processes = RankProcesses.start(command, variables, folder)
         signals.install()
+        supervisor = Supervisor(
+            processes, placement.world_size, folder, signals, view, lambda: _store(placement, server)
+        )
         try:
-            supervisor = Supervisor(
-                processes, placement.world_size, folder, signals, view, lambda: _store(placement, server)
-            )
-            return supervisor.run(spans_nodes=placement.nnodes > 1)
+            code = supervisor.run(spans_nodes=placement.nnodes > 1)
         finally:
             processes.close()
+        if supervisor.refused:
+            _remove_traces(folder, placement.ranks)
+        return code
+
+
+def _remove_traces(folder: Path, ranks: range) -> None:
+    """After a refusal, which was shown: a single process leaves no folder either. Other nodes remove their own."""
+    for rank in ranks:
+        forget_failure(folder, rank)
+        log_path(folder, rank).unlink(missing_ok=True)
+    for emptied in (folder / LOGS, folder / ERRORS, folder):
+        # Not empty: of other nodes, or of an earlier start.
+        with contextlib.suppress(OSError):
+            emptied.rmdir()
 
 
 def _serve_store(placement: Placement) -> dist.TCPStore:

@@ -13,6 +13,7 @@ from pathlib import Path
 
 import torch.distributed as dist
 
+from mt_core.errors import ConfigError
 from mt_core.launch.failure import ERRORS, Failure, in_order, lost_peer, read_failures, report, write_failure
 from mt_core.launch.monitor import position_key
 from mt_core.launch.phases import Position
@@ -61,6 +62,8 @@ class Supervisor:
         self.deaths: dict[int, Death] = {}
         self.interrupted = False
         """Whether a rank has ended with INTERRUPTED_STATUS, which is no failure."""
+        self.refused = False
+        """Whether the ranks refused the configuration before there was anything of a run."""
         self._connect = connect
 
     def run(self, *, spans_nodes: bool) -> int:
@@ -163,11 +166,17 @@ class Supervisor:
         first = in_order(failures)[0]
         dead = set(self.deaths)
         text = report(failures, [rank for rank in ended if rank not in dead])
-        sys.stderr.write(
-            f"{text}Logs of the ranks: {self.folder / LOGS}; records of failures: {self.folder / ERRORS}\n"
-        )
+        self.refused = first.exit_code == ConfigError.exit_code and _has_no_run(self.folder)
+        if not self.refused:
+            text += f"Logs of the ranks: {self.folder / LOGS}; records of failures: {self.folder / ERRORS}\n"
+        sys.stderr.write(text)
         sys.stderr.flush()
         return first.exit_code or 1
+
+
+def _has_no_run(folder: Path) -> bool:
+    """Whether ranks have left no more than their logs and records: nothing has begun."""
+    return {path.name for path in folder.iterdir()} <= {LOGS, ERRORS}
 
 
 def _last_position(store: dist.Store | None, rank: int) -> Position:
