@@ -336,10 +336,10 @@ FORMS = {
         between=", ",
         after="]<|tool_call_end|>",
     ),
-    "llama4_pythonic": Published(
+    "pythonic": Published(
         f"[{PYTHON}",
         "now()",
-        "{#- ipython <|eom|> #}{{- '<|python_start|>[' }}"
+        "{#- [func_name1(params_name1=value), func_name2(x)] ipython #}{{- '<|python_start|>[' }}"
         + CALLS
         + """{{- f.name + '(' }}{%- for name, value in f.arguments.items() %}{{- name + '=' }}
         {{- value | tojson }}{{- ', ' if not loop.last }}{%- endfor %}{{- ')' }}{{- ', ' if not loop.last }}"""

@@ -242,3 +242,13 @@ def test_a_missing_package(monkeypatch: pytest.MonkeyPatch) -> None:
         ConfigError, match=r"choices needs the package llguidance; pip install 'mt-infer\[constrained\]'"
     ):
         engine().add(PROMPT, SamplingParameters(choices=("yes",)))
+
+
+def test_stop_tokens_may_come_where_the_text_may_end() -> None:
+    """A chat's answer ends with another token than a document."""
+    matcher = Constraints(ByteLevelTokenizer()).matcher(SamplingParameters(regex="ab?"))
+    assert matcher is not None
+    end_of_turn = 257
+    assert not matcher.allowed((), 261, (end_of_turn,))[end_of_turn]
+    assert matcher.allowed((ord("a"),), 261, (end_of_turn,))[end_of_turn]
+    assert not matcher.allowed((ord("a"),), 261)[end_of_turn]

@@ -79,6 +79,8 @@ def test_a_mark_within_an_argument_and_in_front_of_a_call() -> None:
     assert calls_of(parsed("qwen3_coder", call, 1)) == [("get_weather", {"note": "a</parameter> b"})]
     part = parsed("qwen3_coder", "It writes <tool_call>. " + FORMS["qwen3_coder"].one, 1)
     assert (part.content, calls_of(part)) == ("It writes <tool_call>. ", [WEATHER])
+    llama4 = "<|python_start|><|python_end|>" + FORMS["llama3_json"].one + "<|python_end|>"
+    assert calls_of(parsed("llama3_json", llama4, 1)) == [WEATHER]
     part = parsed("kimi_k2", FORMS["kimi_k2"].one + " Done.", 3)
     assert (part.content, [call.id for call in part.calls]) == (" Done.", ["functions.get_weather:0"])
 
@@ -199,7 +201,7 @@ def test_a_required_call_is_in_the_form_of_the_model(form: str) -> None:
         assert arguments.get("deep") in (None, {}, {"on": True}, {"on": False})
 
 
-@pytest.mark.parametrize("form", sorted({*FORMS} - {"lfm2", "llama4_pythonic", "olmo3", "mistral_list"}))
+@pytest.mark.parametrize("form", sorted({*FORMS} - {"lfm2", "pythonic", "olmo3", "mistral_list"}))
 def test_answers_with_strict_functions_are_text_or_calls_of_them(form: str) -> None:
     """Of published answers, whose constraint is compiled once."""
     text = FORMS[form].one
@@ -222,7 +224,7 @@ def accepted(sampling: SamplingParameters, text: str) -> int | None:
     return None if count == len(text.encode()) and matcher._matcher.is_accepting() else count
 
 
-@pytest.mark.parametrize(("form", "call"), [("lfm2", PYTHON_CALL), ("llama4_pythonic", PYTHON_CALL)])
+@pytest.mark.parametrize(("form", "call"), [("lfm2", PYTHON_CALL), ("pythonic", PYTHON_CALL)])
 def test_strict_calls_in_python(form: str, call: str) -> None:
     strict = [{**function, "strict": True} for function in FUNCTIONS]
     sampling = SamplingParameters(**offered_calls(BY_NAME[form], strict))

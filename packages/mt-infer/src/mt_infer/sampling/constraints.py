@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from functools import cached_property, lru_cache
 from typing import TYPE_CHECKING, Any
 
@@ -117,9 +117,10 @@ class Matcher:
             return None
         return f"{self._name} cannot be followed any further: {_shown(self._matcher.get_error())}; give a simpler one"
 
-    def allowed(self, drafted: Sequence[int], size: int) -> Tensor:
+    def allowed(self, drafted: Sequence[int], size: int, stop_ids: Collection[int] = ()) -> Tensor:
         """[size] bool: the ids that may come next, behind drafted tokens. A draft that does not match allows all: it is
-        not accepted, and what follows it is never looked at."""
+        not accepted, and what follows it is never looked at. stop_ids: may come too where the text may end; a chat's
+        answer ends with another token than a document."""
         # Advanced over the drafts and taken back below: the sequence itself is not that far yet.
         accepted = self._matcher.try_consume_tokens(list(drafted)) if drafted else 0
         allowed = torch.ones(size, dtype=torch.bool)
@@ -127,6 +128,8 @@ class Matcher:
             if accepted == len(drafted) and not self._matcher.is_error():
                 # Computing it may exceed the package's bounds, which sets the error.
                 mask = self._mask(size)
+                if self._matcher.is_accepting():
+                    mask[[token for token in stop_ids if token < size]] = True
                 allowed = allowed if self._matcher.is_error() else mask
         finally:
             if accepted and not self._matcher.is_error():

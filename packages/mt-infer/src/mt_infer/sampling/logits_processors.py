@@ -96,7 +96,8 @@ def constrain(logits: Tensor, rows: Sequence[SamplingRow]) -> None:
     for number, row in enumerate(rows):
         # After forced tokens; SamplingParameters refuses both in one request.
         if row.sequence.matcher is not None:
-            logits[number].masked_fill_(~row.sequence.matcher.allowed(row.drafted, logits.shape[-1]), NEVER)
+            matcher, stop_ids = row.sequence.matcher, row.sequence.stop_ids
+            logits[number].masked_fill_(~matcher.allowed(row.drafted, logits.shape[-1], stop_ids), NEVER)
 
 
 def _set(

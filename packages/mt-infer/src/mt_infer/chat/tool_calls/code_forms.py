@@ -1,4 +1,4 @@
-"""Forms whose calls look like code: Python's (LFM2, Llama 4, Olmo 3), and Gemma's, whose keys have no quotes."""
+"""Forms whose calls look like code: Python's (LFM2, Llama, Olmo 3), and Gemma's, whose keys have no quotes."""
 
 from __future__ import annotations
 
@@ -114,18 +114,18 @@ OLMO3 = CallForm(
 PYTHON_START, PYTHON_END = "<|python_start|>", "<|python_end|>"
 
 
-def _read_llama4(text: str, schemas: Schemas, is_end: bool) -> Reading | None:
+def _read_pythonic(text: str, schemas: Schemas, is_end: bool) -> Reading | None:
     """All of an answer."""
     inside = text.strip().removeprefix(PYTHON_START).removesuffix(PYTHON_END).strip()
     calls = python_calls(inside, schemas) if is_end and inside.startswith("[") else None
     return None if calls is None else (calls, len(text))
 
 
-def _write_llama4(writer: GrammarWriter, function: Function) -> str:
+def _write_pythonic(writer: GrammarWriter, function: Function) -> str:
     return f'"[" {_write_python(writer, function)} "]"'
 
 
-LLAMA4_PYTHONIC = CallForm(begin="[", also=(PYTHON_START,), read=_read_llama4, grammar=_write_llama4, at_start=True)
+PYTHONIC = CallForm(begin="[", also=(PYTHON_START,), read=_read_pythonic, grammar=_write_pythonic, at_start=True)
 
 
 # -- call:name{key:value} --------------------------------------------------------------------------

@@ -84,12 +84,14 @@ GRANITE = CallForm(
 
 # -- the whole answer is calls ---------------------------------------------------------------------
 
-PYTHON_TAG = "<|python_tag|>"
+PYTHON_TAGS = ("<|python_tag|>", "<|python_start|>", "<|python_end|>")
+"""Marks that Llama 3 and Llama 4 may write before a call, Llama 4 behind it too."""
 
 
 def _read_llama3(text: str, schemas: Schemas, is_end: bool) -> Reading | None:
     start = skip_space(text, 0)
-    start = skip_space(text, start + len(PYTHON_TAG)) if text.startswith(PYTHON_TAG, start) else start
+    while (tag := next((tag for tag in PYTHON_TAGS if text.startswith(tag, start)), None)) is not None:
+        start = skip_space(text, start + len(tag))
     found = decode_json(text, start)
     # "parameters" first: a function may have an argument of the other name.
     call = None if found is None else json_call(found[0], {}, ("parameters", "arguments"))
@@ -101,7 +103,7 @@ def _write_llama3(writer: GrammarWriter, function: Function) -> str:
 
 
 LLAMA3_JSON = CallForm(
-    begin="{", also=(PYTHON_TAG,), read=_read_llama3, grammar=_write_llama3, after=(";",), at_start=True
+    begin="{", also=PYTHON_TAGS, read=_read_llama3, grammar=_write_llama3, after=(";", PYTHON_TAGS[2]), at_start=True
 )
 
 
