@@ -1,36 +1,66 @@
-"""A few training steps of a small model under layouts of two ranks, beside one process."""
+"""Two training steps of a small model under layouts of two ranks, beside one process."""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
-from tests.ckpt.convert_cases import MODELS
-from tests.dist.test_family_layouts import LAYOUTS, SETTINGS, settings
-from tests.dist.test_layouts import STEPS
+from scripts.model_cards.training import Training
+from tests.dist import test_family_layouts
+from tests.dist.in_turn import one_after_another
+from tests.dist.test_layouts import TP2
 
-from mt_core.config.loading import load_config
 from mt_core.errors import MtError
 from mt_core.plugins import load_plugins
 from mt_core.testing import RankFailureError, run_ranks
 from mt_tools.verify.run_record import RunRecord, record_run
 
-
-def proved(name: str) -> dict[str, Any]:
-    """layout -> the largest relative difference of a gradient or a weight, or why the layout is refused."""
-    alone = run_ranks(1, run, name, (), timeout=120)[0]
-    if isinstance(alone, str):
-        return {"alone": alone}
-    moe = "moe" in MODELS[name]
-    return {label: compared(name, keys, alone) for label, keys in LAYOUTS.items() if label != "ep" or moe}
+LAYOUTS = {"tp": (TP2,), **test_family_layouts.LAYOUTS}
+STEPS = 2
+SECONDS = 900.0
+Case = tuple[Training, tuple[str, ...]]
+Results = dict[str, dict[str, float | str]]
+"""Training -> layout -> the largest relative difference of a gradient or a weight, or why the layout is refused."""
 
 
-def compared(name: str, keys: tuple[str, ...], alone: RunRecord) -> float | str:
+def proved(trainings: dict[str, Training], *, every: bool) -> Results:
+    """every: all layouts, instead of the three that divide tensors, layers, and experts or sequences."""
+    chosen = {name: labels_of(training, every=every) for name, training in trainings.items()}
+    alone = records(1, [(training, ()) for training in trainings.values()])
+    divided = records(2, [(trainings[name], LAYOUTS[label]) for name, labels in chosen.items() for label in labels])
+    results: Results = {}
+    for (name, labels), whole in zip(chosen.items(), alone, strict=True):
+        found = [divided.pop(0) for _ in labels]
+        results[name] = {
+            label: one if isinstance(one, str) else whole if isinstance(whole, str) else difference(one, whole)
+            for label, one in zip(labels, found, strict=True)
+        }
+    return results
+
+
+def labels_of(training: Training, *, every: bool) -> list[str]:
+    tensors = "tp" if training.example == "vision" else "tp-sp"
+    if every:
+        return [tensors, *(label for label in ("cp", "pp", "zero", "ep") if label != "ep" or training.experts)]
+    return [tensors, "pp", "ep" if training.experts else "zero" if training.whole_sequences else "cp"]
+
+
+def records(world: int, cases: Sequence[Case]) -> list[RunRecord | str]:
+    """Of the first rank. In the same processes, or one by one where that fails."""
     try:
-        found = run_ranks(2, run, name, keys, timeout=120)[0]
+        of_ranks = run_ranks(world, one_after_another, run, cases, timeout=SECONDS)
+        return list(of_ranks[0])
+    except (RankFailureError, TimeoutError):
+        return [record_of(world, case) for case in cases]
+
+
+def record_of(world: int, case: Case) -> RunRecord | str:
+    try:
+        record: RunRecord | str = run_ranks(world, run, case, timeout=SECONDS)[0]
     except RankFailureError as error:
         return str(error).strip().splitlines()[-1]
-    return found if isinstance(found, str) else difference(found, alone)
+    return record
 
 
 def difference(found: RunRecord, alone: RunRecord) -> float:
@@ -42,15 +72,12 @@ def difference(found: RunRecord, alone: RunRecord) -> float:
     )
 
 
-def run(rank: int, world: int, name: str, layout: tuple[str, ...]) -> RunRecord | str | None:
+def run(rank: int, world: int, case: Case) -> RunRecord | str | None:
+    training, layout = case
     torch.set_num_threads(1)
     host = load_plugins()
-    keys = {**MODELS[name], "vocab_size": 263}
-    if "moe" in keys:
-        keys["moe"] = {**keys["moe"], "num_experts": 2 * keys["moe"]["num_experts"]}
     try:
-        config = load_config(overrides=[*SETTINGS, *settings("model", keys), *layout], host=host)
-        record = record_run(config, STEPS, host=host)
+        record: Any = record_run(training.config(layout, host), STEPS, host=host)
     except MtError as error:
         return str(error)
     return record if rank == 0 else None

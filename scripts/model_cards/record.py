@@ -10,31 +10,38 @@ from typing import Any
 from scripts.model_cards.compare import compare
 from scripts.model_cards.layouts import proved
 from scripts.model_cards.results import RESULTS, read
-from tests.ckpt.convert_cases import MODELS
+from scripts.model_cards.trainings import trainings
 from tests.ckpt.family_cases import CASES
 
-from mt_core.plugins import load_plugins
+from mt_core.plugins import PluginHost, load_plugins
+from mt_core.specs import MODELS
 
-OTHER_SAMPLES = {"bert", "modernbert", "t5", "vision", "llava"}
-"""Families that do not train on plain text; their own tests divide them."""
+CASES_ONLY, EVERY_LAYOUT = "--cases", "--every-layout"
+"""Options: keep the recorded layouts, whose trainings take most of the time; train in five instead of three."""
 
 
-def record(family: str) -> dict[str, Any]:
-    host = load_plugins()
-    cases = {name: compare(name, host) for name, case in CASES.items() if case.family == family}
-    trained = [name for name, keys in MODELS.items() if keys["family"] == family and family not in OTHER_SAMPLES]
+def record(family: str, host: PluginHost, options: set[str]) -> dict[str, Any]:
+    if CASES_ONLY in options:
+        layouts = read().get(family, {}).get("layouts", {})
+    else:
+        layouts = proved(dict(trainings(family)), every=EVERY_LAYOUT in options)
     return {
         "versions": {name: version(name) for name in ("torch", "transformers")},
-        "cases": cases,
-        "layouts": {name: proved(name) for name in trained},
+        "cases": {name: compare(case, host) for name, case in CASES.items() if case.family == family},
+        "layouts": layouts,
     }
 
 
-def main(names: list[str]) -> None:
-    for family in names or dict.fromkeys(case.family for case in CASES.values()):
-        results = {**read(), family: record(family)}
-        RESULTS.write_text(json.dumps(dict(sorted(results.items())), indent=1) + "\n", encoding="utf-8")
-        print(family, json.dumps(results[family])[:300], flush=True)
+def main(arguments: list[str]) -> None:
+    host, options = load_plugins(), {CASES_ONLY, EVERY_LAYOUT} & {*arguments}
+    names = [name for name in arguments if name not in options]
+    for family in names or [spec.name for spec in host[MODELS]]:
+        result = record(family, host, options)
+        if result["cases"] or result["layouts"]:
+            RESULTS.write_text(
+                json.dumps(dict(sorted({**read(), family: result}.items())), indent=1) + "\n", encoding="utf-8"
+            )
+            print(family, json.dumps(result)[:300], flush=True)
 
 
 if __name__ == "__main__":

@@ -5,7 +5,7 @@ from mt_core.specs import ModelSpec
 
 SPEC = ModelSpec(
     name="bart",
-    doc="Encoder and decoder with learned positions in each stack: BART, mBART, Blenderbot, Blenderbot-small",
+    doc="BART, mBART, Blenderbot, Blenderbot-small: encoder and decoder with learned positions in each stack",
     config_type=Lazy("mt_models.bart.config:BartConfig"),
     build=Lazy("mt_models.bart.model:build_bart"),
     check=Lazy("mt_models.bart.config:check_bart"),

@@ -5,7 +5,7 @@ from mt_core.specs import LossSpec, ModelSpec
 
 SPEC = ModelSpec(
     name="bert",
-    doc="Bidirectional encoder with masked-word and sentence-order heads: BERT, Megatron's BERT",
+    doc="BERT, Megatron's BERT: bidirectional encoder with masked-word and sentence-order heads",
     config_type=Lazy("mt_models.bert.config:BertConfig"),
     build=Lazy("mt_models.bert.model:build_bert"),
     default_loss="bert",

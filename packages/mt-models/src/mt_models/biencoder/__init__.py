@@ -5,7 +5,7 @@ from mt_core.specs import LossSpec, ModelSpec
 
 SPEC = ModelSpec(
     name="biencoder",
-    doc="Two BERT encoders that find the text a question comes from (inverse cloze task)",
+    doc="Megatron's retrievers: two BERT encoders that find the text a question comes from (inverse cloze task)",
     config_type=Lazy("mt_models.biencoder.config:BiencoderConfig"),
     build=Lazy("mt_models.biencoder.model:build_biencoder"),
     default_loss="retrieval",

@@ -5,7 +5,7 @@ from mt_core.specs import ModelSpec
 
 SPEC = ModelSpec(
     name="exaone4",
-    doc="EXAONE 4: norms behind blocks, global layers without positions; K-EXAONE: norms before them, experts",
+    doc="EXAONE 4 and K-EXAONE: norms behind blocks or before them, global layers without positions, experts",
     config_type=Lazy("mt_models.exaone4.config:Exaone4Config"),
     build=Lazy("mt_models.exaone4.model:build_exaone4"),
     check=Lazy("mt_models.exaone4.config:check_exaone4"),

@@ -5,7 +5,7 @@ from mt_core.specs import ModelSpec
 
 SPEC = ModelSpec(
     name="gpt",
-    doc="Decoder-only transformer: GPT-2, GPT-3 and Llama-like models",
+    doc="GPT-2, GPT-3, StarCoder, BLOOM, GPT-NeoX, Nemotron: decoder-only transformer, composed by keys",
     config_type=Lazy("mt_models.gpt.config:GPTConfig"),
     build=Lazy("mt_models.gpt.model:build_gpt"),
     check=Lazy("mt_models.gpt.config:check_gpt"),

@@ -5,7 +5,7 @@ from mt_core.specs import ModelSpec
 
 SPEC = ModelSpec(
     name="hybrid",
-    doc="Mamba-2, attention, feed-forward and MoE layers in any order: Nemotron-H and 3, Bamba, Granite 4.0 H",
+    doc="Nemotron-H and 3, Bamba, Granite 4.0 H: Mamba-2, attention, feed-forward and MoE layers in any order",
     config_type=Lazy("mt_models.hybrid.config:HybridConfig"),
     build=Lazy("mt_models.hybrid.model:build_hybrid"),
     check=Lazy("mt_models.hybrid.config:check_hybrid"),

@@ -5,7 +5,7 @@ from mt_core.specs import ModelSpec
 
 SPEC = ModelSpec(
     name="internvl",
-    doc="Images in tiles and text: an InternViT tower, pixel shuffle, two matrices, a decoder",
+    doc="InternVL 3: an InternViT tower that reads images in tiles, pixel shuffle, two matrices, a decoder",
     config_type=Lazy("mt_models.internvl.config:InternVLConfig"),
     build=Lazy("mt_models.internvl.model:build_internvl"),
     check=Lazy("mt_models.internvl.config:check_internvl"),

@@ -5,7 +5,7 @@ from mt_core.specs import ModelSpec
 
 SPEC = ModelSpec(
     name="llava",
-    doc="Images and text: a tower of the family vision in front of any decoder",
+    doc="LLaVA: a tower of the family vision in front of any decoder",
     config_type=Lazy("mt_models.llava.config:LlavaConfig"),
     build=Lazy("mt_models.llava.model:build_llava"),
     check=Lazy("mt_models.llava.config:check_llava"),

@@ -5,7 +5,7 @@ from mt_core.specs import ModelSpec
 
 SPEC = ModelSpec(
     name="modernbert",
-    doc="Bidirectional encoder with rotary positions and local attention in most layers: ModernBERT",
+    doc="ModernBERT: bidirectional encoder with rotary positions and local attention in most layers",
     config_type=Lazy("mt_models.modernbert.config:ModernBertConfig"),
     build=Lazy("mt_models.modernbert.model:build_modernbert"),
     default_loss="bert",

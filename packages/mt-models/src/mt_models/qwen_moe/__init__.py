@@ -5,7 +5,7 @@ from mt_core.specs import ModelSpec
 
 SPEC = ModelSpec(
     name="qwen_moe",
-    doc="Qwen2-MoE and Qwen3-MoE: many small experts, with a shared one in Qwen2",
+    doc="Qwen2-MoE, Qwen3-MoE, GLM-4.5 to 4.7: many small experts, with a shared one in Qwen2 and GLM",
     config_type=Lazy("mt_models.qwen_moe.config:QwenMoeConfig"),
     build=Lazy("mt_models.blocks.decoder:build_rotary_decoder"),
     check=Lazy("mt_models.blocks.config:check_moe_decoder"),

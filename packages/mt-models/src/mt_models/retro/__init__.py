@@ -8,7 +8,7 @@ ADDED = ("encoder.*", "decoder.layers.*.cross_attention.*", "decoder.layers.*.pr
 
 SPEC = ModelSpec(
     name="retro",
-    doc="GPT that attends to neighbours of its text, chunk by chunk, from a database",
+    doc="RETRO: GPT that attends to neighbours of its text, chunk by chunk, from a database",
     config_type=Lazy("mt_models.retro.config:RetroConfig"),
     build=Lazy("mt_models.retro.model:build_retro"),
     check=Lazy("mt_models.retro.config:check_retro"),

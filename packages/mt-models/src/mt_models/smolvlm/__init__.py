@@ -5,7 +5,7 @@ from mt_core.specs import ModelSpec
 
 SPEC = ModelSpec(
     name="smolvlm",
-    doc="Images in tiles and text: a SigLIP tower, pixel shuffle, one matrix, a decoder",
+    doc="SmolVLM and Idefics3: a SigLIP tower that reads images in tiles, pixel shuffle, one matrix, a decoder",
     config_type=Lazy("mt_models.smolvlm.config:SmolVLMConfig"),
     build=Lazy("mt_models.smolvlm.model:build_smolvlm"),
     check=Lazy("mt_models.smolvlm.config:check_smolvlm"),

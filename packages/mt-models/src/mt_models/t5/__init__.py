@@ -5,7 +5,7 @@ from mt_core.specs import ModelSpec
 
 SPEC = ModelSpec(
     name="t5",
-    doc="Encoder and decoder: T5 with relative positions, T5 1.1, Megatron's T5 with learned positions",
+    doc="T5, T5 1.1, mT5, UMT5, Megatron's T5: encoder and decoder with relative or learned positions",
     config_type=Lazy("mt_models.t5.config:T5Config"),
     build=Lazy("mt_models.t5.model:build_t5"),
     check=Lazy("mt_models.t5.config:check_t5"),

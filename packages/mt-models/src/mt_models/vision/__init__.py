@@ -5,7 +5,7 @@ from mt_core.specs import ModelSpec
 
 SPEC = ModelSpec(
     name="vision",
-    doc="Image towers of CLIP and SigLIP, alone or with a head that predicts the class of an image",
+    doc="CLIP and SigLIP: image towers, alone or with a head that predicts the class of an image",
     config_type=Lazy("mt_models.vision.config:VisionConfig"),
     build=Lazy("mt_models.vision.model:build_vision"),
     default_loss="classification",
