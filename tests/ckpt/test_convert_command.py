@@ -249,6 +249,18 @@ def test_average(make_model, host, tmp_path: Path) -> None:
         assert not torch.equal(tensor, states[0][name])
 
 
+def test_average_names_the_files_that_the_format_leaves_out(make_model, tmp_path: Path) -> None:
+    """Also of a format that declares none, which converts what it understands of them."""
+    paths = [tmp_path / name for name in ("a", "b")]
+    for seed, path in enumerate(paths, 1):
+        source = open_checkpoint(make_model(f"c{seed}", iteration=seed, **LLAMA))
+        save_checkpoint(path, tensors_of(source).items(), source.metadata, {"generation_config.json": b"{}"})
+    result = run(app, "average", *paths, "--save-dir", tmp_path / "mean.gguf", "--saver", "gguf")
+    assert result.exit_code == 0, result.exception
+    assert "left out, since gguf has no place for them: the files generation_config.json" in result.stdout
+    assert "the files" not in run(app, "average", *paths, "--save-dir", tmp_path / "mean").stdout
+
+
 def test_average_to_an_address_makes_no_local_folder(
     make_model, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -16,8 +16,8 @@ from mt_cli.app import build_group
 from mt_core.plugins import load_plugins
 
 TABLES = ("Table", "number_table")
-FILES = ("--report", "--output")
-"""Options for a file that has, as JSON, what the table shows."""
+FILE = "--report"
+"""Option for a file that has, as JSON, what the table shows."""
 
 
 def commands() -> dict[str, Any]:
@@ -58,9 +58,32 @@ def test_every_command_with_a_table_has_json() -> None:
     lacking = [
         name
         for name, command in with_tables.items()
-        if not {option for p in command.params for option in p.opts}.intersection({"--json", *FILES})
+        if not {option for p in command.params for option in p.opts}.intersection({"--json", FILE})
     ]
     assert lacking == []
+
+
+def test_a_report_in_a_file_is_no_list_of_an_option() -> None:
+    """An option that lists things in place of the work, as --rules does, needs --json: no file has its table."""
+    listing = {
+        name: {option for p in command.params for option in p.opts}
+        for name, command in commands().items()
+        if any(p.is_eager and "--help" not in p.opts for p in command.params)
+    }
+    assert "data clean" in listing
+    assert [name for name, options in listing.items() if "--json" not in options] == []
+
+
+def test_rules_as_json(mt, tmp_path: Path) -> None:
+    first, second = (mt("data", "clean", *words) for words in (["--rules", "--json"], ["--json", "--rules"]))
+    assert (first.code, first.out) == (0, second.out)
+    rules = json.loads(first.out)
+    assert rules["min_words_per_line"]["c4"] == 5
+    assert rules["min_words_per_line"]["openwebtext"] is None
+    assert all(rule["description"] for rule in rules.values())
+    (tmp_path / "a.jsonl").write_text('{"text": "one"}\n')
+    done = mt("data", "clean", tmp_path / "a.jsonl", "-o", tmp_path / "out", "--preset", "none", "--json")
+    assert json.loads(done.out)["documents"]["read"] == 1
 
 
 def test_a_checkpoint_and_a_difference_as_json(mt, tmp_path: Path) -> None:

@@ -324,6 +324,7 @@ def test_generate_from_one_checkpoint(finished, capsys) -> None:
         ),
         ({"model__moe": "{num_experts=4, moe_router_topk=9}"}, r"model\.moe\.moe_router_topk=9"),
         ({"tokenizer__tokenizer_type": "Byt"}, r"tokenizer\.tokenizer_type=Byt needs a tokenizer named"),
+        ({"optimizer__lr": "1e9"}, r"optimizer\.lr=1000000000\.0 is no learning rate .*it is at most 1000"),
         ({"optimizer__min_lr": "1.0", "optimizer__lr": "0.1"}, r"optimizer\.min_lr=1\.0 is above optimizer\.lr=0\.1"),
     ],
 )

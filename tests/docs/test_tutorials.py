@@ -70,10 +70,12 @@ def commands_of(page: str) -> list[Command]:
 
 @pytest.mark.long
 @pytest.mark.slow
-@pytest.mark.parametrize("name", ["hugging-face", "megatron-run", "many-ranks", "accelerate-script"])
+@pytest.mark.parametrize("name", ["own-text", "hugging-face", "megatron-run", "many-ranks", "accelerate-script"])
 def test_a_tutorial_does_what_it_says(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     fork_ranks(monkeypatch)
+    # The reader's own file.
+    Path("novel.txt").write_text("It was the best of times, it was the worst of times.\n" * 400)
     for command in commands_of(f"docs/tutorials/{name}.md"):
         typed(command)
 

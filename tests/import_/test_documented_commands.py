@@ -43,7 +43,7 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 def preprocess(prefix: str, tokenizer_type: str, *options: str) -> None:
     words = f"--input my-corpus.json --output-prefix {prefix} --vocab-file bert-vocab.txt --tokenizer-type "
-    arguments = [*words.split(), tokenizer_type, "--split-sentences", "--workers", "1", "--input-format", "jsonl"]
+    arguments = [*words.split(), tokenizer_type, "--split-sentences"]
     assert run(["data", "preprocess", *arguments, *options]) == 0
 
 

@@ -68,8 +68,8 @@ LAYOUTS = (
     Mutation(
         "the norm counts copies twice",
         f"{CORE}/optim/finalize_grads.py",
-        "own = [p.grad for name, p in named if p.grad is not None and self.counts(name)]",
-        "own = [p.grad for name, p in named if p.grad is not None]",
+        "own = [tensor for name, tensor in named if self.counts(name)]",
+        "own = [tensor for name, tensor in named]",
         (TP2,),
     ),
     Mutation(

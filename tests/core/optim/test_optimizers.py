@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from mt_core.config.loading import load_config
-from mt_core.errors import ConfigError
+from mt_core.errors import ConfigError, TrainingError
 from mt_core.nn.kernels.reference.adamw import TorchAdamW
 from mt_core.optim.configs import AdamConfig, LionConfig, SGDConfig
 from mt_core.optim.fused_adamw import FusedAdamW
@@ -220,6 +220,13 @@ def test_the_decoupled_learning_rate_has_the_form_of_the_schedule() -> None:
     trainer, _ = trained("lr_schedule.lr_decay_style=linear", "lr_schedule.lr_warmup_iters=0", *rates)
     found = {group["is_decoupled_lr"]: group["lr"] for group in trainer.engine.optimizer.param_groups}
     assert found == {False: pytest.approx(0.1 * 0.25), True: pytest.approx(0.002 + 0.008 * 0.25)}
+
+
+def test_a_rate_that_diverges_is_named() -> None:
+    """Decay of 0.1 at a rate of 1000 makes each weight -99 times as large at each step."""
+    rates = ("optimizer.lr=1000", "optimizer.min_lr=1000", "optimizer.weight_decay=0.1", "train.train_iters=30")
+    with pytest.raises(TrainingError, match=r"is not finite at iteration \d+ .*lower optimizer\.lr"):
+        trained("lr_schedule.lr_warmup_iters=0", *rates)
 
 
 def test_weight_decay_of_the_last_step_is_used() -> None:

@@ -81,6 +81,10 @@ def test_what_cannot_be_read_is_a_sentence(tmp_path: Path) -> None:
     (tmp_path / "n.txt").write_bytes("abc".encode("utf-16-le"))
     with pytest.raises(DataError, match="NUL character.*utf-16-le"):
         tokens_of([tmp_path / "n.txt"])
+    # The key alone is advised without a word before it: mt train has no such option.
+    (tmp_path / "l.txt").write_bytes("Überfluß".encode("cp1252"))
+    with pytest.raises(DataError, match=r'such as \["utf-8", "cp1252"\] \(of mt data preprocess: --encoding cp1252\)'):
+        tokens_of([tmp_path / "l.txt"])
     with pytest.raises(ValidationError, match="'klingon', which is no text encoding"):
         tokens_of([tmp_path / "n.txt"], encodings=["klingon"])
     (tmp_path / "array.json").write_text('[{"text": "a"}]\n')
@@ -162,3 +166,12 @@ def test_compressed_text_and_tables_in_a_folder(tmp_path: Path) -> None:
     assert tokens_of([tmp_path], json_key="body").tolist() == ids(*texts, texts[0])
     with pytest.raises(DataError, match="body"):
         tokens_of([tmp_path])
+
+
+@pytest.mark.parametrize("encoding", ["utf-16-le", "utf-16-be"])
+@pytest.mark.parametrize("text", [TEXT, "Überfluß an Prosa, naïve façades", "Широкая электрификация южных губерний"])
+def test_utf16_without_a_mark_is_named(encoding: str, text: str, tmp_path: Path) -> None:
+    (tmp_path / "n.txt").write_bytes(text.encode(encoding))
+    with pytest.raises(DataError, match=rf'data.encodings, such as \["{encoding}"\]'):
+        tokens_of([tmp_path / "n.txt"])
+    assert tokens_of([tmp_path / "n.txt"], encodings=[encoding]).tolist() == ids(text)

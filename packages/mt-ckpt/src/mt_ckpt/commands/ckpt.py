@@ -18,7 +18,7 @@ from mt_core.checkpoint_base import TENSORS, OverBase
 from mt_core.checkpoint_specs import CHECKPOINT_SAVERS, CheckpointReader, CheckpointSaverSpec, ConvertOptions
 from mt_core.errors import CheckpointError, ConfigError
 from mt_core.paths import as_path
-from mt_core.plugins import load_plugins
+from mt_core.plugins import PluginHost, load_plugins
 
 if TYPE_CHECKING:
     from rich.progress import Progress
@@ -226,7 +226,7 @@ def average(
     mean = Average([_open_any(path, loader) for path in chosen], [str(path) for path in chosen])
     write.load()(target, mean, ConvertOptions(), host)
     typer.echo(f"{save_dir}: the mean of {len(chosen)} checkpoints ({len(mean.shapes())} tensors)")
-    for line in _left_out(mean, spec):
+    for line in _left_out(target, mean, spec, host):
         typer.echo(line)
 
 
@@ -256,13 +256,13 @@ def add_tokens(
     typer.echo(f"{save_dir}: {added}; the model has {extended.vocab_size} ids")
 
 
-def _left_out(mean: Average, saver: CheckpointSaverSpec) -> Iterator[str]:
-    from mt_ckpt.convert.engine import files_without_place
+def _left_out(target: Path, mean: Average, saver: CheckpointSaverSpec, host: PluginHost) -> Iterator[str]:
+    from mt_ckpt.convert.engine import unwritten_files
 
     if mean.left_out:
         groups = sorted({name.partition(".")[0] for name in mean.left_out})
         yield f"left out, since a mean has weights alone: {len(mean.left_out)} tensors of {', '.join(groups)}"
-    if files := files_without_place(saver, mean):
+    if files := unwritten_files(target, saver.name, mean, host):
         yield f"left out, since {saver.name} has no place for them: the files {', '.join(files)}"
 
 

@@ -136,7 +136,7 @@ def convert(
     left_out = [*histories_of(prepared.opened), *(name for name in source.unconverted() if name not in written)]
     left_out += getattr(prepared.opened, "left_out", {})
     verification = verify_conversion(source, target, spec, options, host, _judged_folder(request)) if verify else None
-    report = _report(spec.name, prepared, left_out, _unwritten_files(target, spec.name, source, host), verification)
+    report = _report(spec.name, prepared, left_out, unwritten_files(target, spec.name, source, host), verification)
     # A saver may write files of a tokenizer that the source describes by its name.
     return replace(report, has_tokenizer=report.has_tokenizer or any((target / name).is_file() for name in FILES))
 
@@ -216,7 +216,7 @@ def _written_names(target: Path, saver: str, prepared: Prepared, host: PluginHos
     return set(written.shapes())
 
 
-def _unwritten_files(target: Path, saver: str, source: Source, host: PluginHost) -> list[str]:
+def unwritten_files(target: Path, saver: str, source: CheckpointReader, host: PluginHost) -> list[str]:
     """Names of the source's files of tokenizer, template and generation that the target does not have."""
     readable = host[CHECKPOINT_LOADERS].owners(saver)
     written = {*open_named(target, saver, host).files()} if readable else set()

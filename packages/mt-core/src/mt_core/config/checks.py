@@ -417,6 +417,7 @@ def check_schedule(config: Config) -> None:
     schedule, optimizer = config.lr_schedule, config.optimizer
     if optimizer.min_lr > optimizer.lr:
         raise ConfigError(f"optimizer.min_lr={optimizer.min_lr} is above optimizer.lr={optimizer.lr}")
+    _check_rate(config)
     warmup_keys = [key for key in WARMUPS if getattr(schedule, key) is not None]
     if len(warmup_keys) > 1:
         raise ConfigError(f"lr_schedule: set at most one of {', '.join(WARMUPS)}; {' and '.join(warmup_keys)} are set")
@@ -430,6 +431,21 @@ def check_schedule(config: Config) -> None:
             raise ConfigError(
                 f"lr_schedule.{key} is set while training is counted by train.{length}; "
                 f"use lr_schedule.{key.rsplit('_', 1)[0]}_{instead}"
+            )
+
+
+LARGEST_RATE = 1000.0
+"""Adam and Lion move each weight by about the rate; SGD on normalized gradients takes rates up to some tens."""
+
+
+def _check_rate(config: Config) -> None:
+    optimizer = config.optimizer
+    for key in ("lr", "decoupled_lr"):
+        rate = getattr(optimizer, key)
+        if rate is not None and not rate <= LARGEST_RATE:
+            raise ConfigError(
+                f"optimizer.{key}={rate} is no learning rate that trains anything: steps would be larger than any "
+                f"weight; it is at most {LARGEST_RATE:g}, and usually below 0.01"
             )
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 from typing import Annotated
 
@@ -12,27 +13,56 @@ from mt_data.commands.corpus_options import Inputs, OutputOptions, ReadingOption
 from mt_data.corpora.options import DedupOptions, OverlapOptions
 
 
-def _show_rules(wanted: bool) -> None:
-    if not wanted:
+def _listing(context: typer.Context, name: str, wanted: bool) -> bool:
+    """Callback of --rules and --json, each of which runs before the arguments are required, in the order in which they
+    were typed: the second one lists the rules."""
+    context.meta[name] = wanted
+    if context.meta.keys() >= {RULES, AS_JSON} and context.meta[RULES]:
+        _show_rules(as_json=context.meta[AS_JSON])
+        raise typer.Exit
+    return wanted
+
+
+def _show_rules(*, as_json: bool) -> None:
+    from mt_data.corpora.clean_options import PRESETS, CleanOptions
+
+    rules = {
+        name: {"description": field.description, **{key: getattr(preset, name) for key, preset in PRESETS.items()}}
+        for name, field in CleanOptions.model_fields.items()
+    }
+    if as_json:
+        typer.echo(json.dumps(rules, indent=2))
         return
     from rich.console import Console
     from rich.table import Table
     from rich.text import Text
 
-    from mt_data.corpora.clean_options import PRESETS, CleanOptions
-
     table = Table("name", "what it does", *PRESETS, title="Rules of mt data clean, and what each preset sets")
-    for name, field in CleanOptions.model_fields.items():
-        values = (getattr(options, name) for options in PRESETS.values())
-        table.add_row(
-            name, Text(field.description or ""), *("" if value in (None, False, ()) else str(value) for value in values)
-        )
+    for name, rule in rules.items():
+        values = (rule[key] for key in PRESETS)
+        shown = ("" if value in (None, False, ()) else str(value) for value in values)
+        table.add_row(name, Text(rule["description"] or ""), *shown)
     Console().print(table)
-    raise typer.Exit
 
 
+RULES, AS_JSON = "mt_data.commands.corpora.rules", "mt_data.commands.corpora.json"
 Rules = Annotated[
-    bool, typer.Option("--rules", callback=_show_rules, is_eager=True, help="List all rules and presets, then end")
+    bool,
+    typer.Option(
+        "--rules",
+        callback=lambda context, value: _listing(context, RULES, value),
+        is_eager=True,
+        help="List all rules and presets, then end",
+    ),
+]
+Json = Annotated[
+    bool,
+    typer.Option(
+        "--json",
+        callback=lambda context, value: _listing(context, AS_JSON, value),
+        is_eager=True,
+        help="Print the report, or the rules with --rules, as JSON",
+    ),
 ]
 Preset = Annotated[str, typer.Option(help="openwebtext, c4, gopher or none")]
 Settings = Annotated[
@@ -49,13 +79,16 @@ def clean(
     settings: Settings = None,
     text_key: TextKey = "text",
     rules: Rules = False,
+    as_json: Json = False,
 ) -> None:
     """Repair texts, take bad lines out and drop documents that are too short, in other languages or of low quality."""
     from mt_data.corpora.clean_options import preset as preset_options
     from mt_data.corpora.cleaning import clean as run_clean
 
     options = preset_options(preset).replace(settings or [])
-    run_corpus_command("clean", outputs, reading, text_key, lambda run: run_clean(inputs, options, run))
+    run_corpus_command(
+        "clean", outputs, reading, text_key, lambda run: run_clean(inputs, options, run), as_json=as_json
+    )
 
 
 @with_fields

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -59,9 +60,18 @@ class OutputOptions:
 
 
 def run_corpus_command(
-    what: str, outputs: OutputOptions, reading: ReadingOptions, key: str, work: Callable[[RunOptions], CorpusReport]
+    what: str,
+    outputs: OutputOptions,
+    reading: ReadingOptions,
+    key: str,
+    work: Callable[[RunOptions], CorpusReport],
+    *,
+    as_json: bool = False,
 ) -> None:
-    """Do the work with its progress shown, and print its report. Raises ConfigError for options that cannot be."""
+    """Do the work with its progress shown, and print its report, as a table or as JSON.
+
+    Raises ConfigError for options that cannot be.
+    """
     from rich.console import Console
 
     from mt_data.corpora.running import RunOptions
@@ -79,7 +89,10 @@ def run_corpus_command(
                 advance,
             )
         )
-    Console().print(report.table())
+    if as_json:
+        typer.echo(json.dumps(report.to_json(), indent=2))
+    else:
+        Console().print(report.table())
 
 
 @contextmanager

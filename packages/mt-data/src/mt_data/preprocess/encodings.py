@@ -69,14 +69,40 @@ def decode(data: bytes, encodings: Sequence[str]) -> str:
     raise UndecodableError(problems[0], names)
 
 
+UTF16_FORMS = ("utf-16-le", "utf-16-be")
+ALPHABETS = range(0x09)
+"""First byte of a letter's number in UTF-16, of the alphabets in Europe and the Near East: bytes that no text in an
+encoding of one byte a character has."""
+LEAST_SHARE = 0.6
+SAMPLE_BYTES = 4096
+
+
+def utf16_without_mark(data: bytes) -> str | None:
+    """The form of UTF-16 in which data, from the beginning of a file, seems to be: most of its characters belong to
+    one alphabet. None for every other text."""
+    begin = data[: min(SAMPLE_BYTES, len(data) // 2 * 2)]
+    for name, first in zip(UTF16_FORMS, (begin[1::2], begin[0::2]), strict=True):
+        if first and max(map(first.count, ALPHABETS)) >= LEAST_SHARE * len(first):
+            return name
+    return None
+
+
+def encoding_advice(name: str) -> str:
+    """What to do with a text that may be in the named encoding. The option is that of one command, the key of all."""
+    tried = f'["utf-8", "{name}"]' if name not in UTF16_FORMS else f'["{name}"]'
+    return f"name its encoding by data.encodings, such as {tried} (of mt data preprocess: --encoding {name})"
+
+
 class UndecodableError(ValueError):
     """Bytes that are no text in any of the encodings. `start`: of the first bytes that are not."""
 
     def __init__(self, error: UnicodeDecodeError, encodings: Sequence[str]) -> None:
         names = " nor ".join("UTF-8" if is_utf8(name) else name for name in encodings)
+        utf16 = utf16_without_mark(error.object)
+        found = f" and seems to be {utf16} without a mark" if utf16 is not None else ""
         super().__init__(
-            f"is no {names} (0x{error.object[error.start]:02x} at byte {error.start}); name its encoding with "
-            '--encoding cp1252, for instance (data.encodings=["utf-8", "cp1252"]: tried in turn)'
+            f"is no {names} (0x{error.object[error.start]:02x} at byte {error.start}){found}; "
+            + encoding_advice(utf16 or "cp1252")
         )
         self.start = error.start
 
@@ -109,6 +135,6 @@ class Utf8Reader(RawIOBase):
             return self._decoder.decode(piece, final=self._ended).encode("utf-8", "surrogatepass")
         except UnicodeDecodeError as error:
             raise DataError(
-                f"{self._path} is no {self._encoding}: {error.reason}; name its encoding with --encoding "
-                "(data.encodings)"
+                f"{self._path} is no {self._encoding}: {error.reason}; name its encoding by data.encodings (of "
+                "mt data preprocess: --encoding)"
             ) from error

@@ -20,7 +20,15 @@ import orjson
 
 from mt_core.errors import DataError
 from mt_core.paths import as_path
-from mt_data.preprocess.encodings import UTF8, UndecodableError, decode, is_utf8
+from mt_data.preprocess.encodings import (
+    UTF8,
+    UTF16_FORMS,
+    UndecodableError,
+    decode,
+    encoding_advice,
+    is_utf8,
+    utf16_without_mark,
+)
 from mt_data.preprocess.formats import ENDINGS, InputFormat, detect_format, examine_format, open_stream
 
 MAX_LINE_BYTES = 256 * 2**20
@@ -36,13 +44,14 @@ _LONG_NUMBER = re.compile(rb"[0-9]{19}")
 
 NULS_IN_JSON = (
     "has a NUL byte, which JSON does not allow: a part of the file was never written, or it is UTF-16 without a mark; "
-    "leave such lines out with --on-error skip, write the character as \\u0000, or name the encoding with "
-    "--encoding utf-16-le (data.encodings)"
+    "leave such lines out (of mt data preprocess: --on-error skip), write the character as \\u0000, or {}"
 )
-NULS = (
-    "has a NUL character: it is no text, or UTF-16 without a mark; leave the file out, or name its encoding with "
-    "--encoding utf-16-le (data.encodings)"
-)
+NULS = "has a NUL character: it is no text, or UTF-16 without a mark; leave the file out, or {}"
+
+
+def _with_form(sentence: str, data: bytes) -> str:
+    """A sentence about NULs that ends with the encoding that the bytes seem to be in."""
+    return sentence.format(encoding_advice(utf16_without_mark(data) or UTF16_FORMS[0]))
 
 
 class Record(NamedTuple):
@@ -257,7 +266,7 @@ def _parse_as_python_does(line: bytes, encodings: Sequence[str]) -> Any:
         return json.loads(text)
     except json.JSONDecodeError as error:
         if "\0" in text:
-            raise ValueError(NULS_IN_JSON) from error
+            raise ValueError(_with_form(NULS_IN_JSON, line)) from error
         raise ValueError(
             f"is no JSON ({error.msg} at column {error.colno}); each line must be a JSON object{_array_begin(text)}"
         ) from error
@@ -291,7 +300,7 @@ def _text_file_record(
         return
     if "\0" in text:
         line = text.count("\n", 0, text.index("\0")) + 1
-        on_malformed(MalformedRecord(str(path), line, NULS))
+        on_malformed(MalformedRecord(str(path), line, _with_form(NULS, data)))
         return
     yield Record({"text": text}, str(path), 1)
 
