@@ -116,6 +116,24 @@ def test_the_published_layout_computes_what_transformers_does(host, tmp_path: Pa
     torch.testing.assert_close(logits(tmp_path / "mt", host, tokens), expected, atol=1e-5, rtol=1e-5)
 
 
+def test_mt_models_check_reads_params_json(host, tmp_path: Path) -> None:
+    from mt_cli.model_check import check_model
+
+    tensors = under_mistrals_names(reference_of(PARAMS))
+    found = check_model(write(tmp_path / "large", tensors, PARAMS), host)
+    assert (found.taken, found.model_type, found.family) == (True, "meta", "mistral4")
+    assert found.left_out == {"vision_encoder.*": 1, "patch_merger.*": 1}
+    tower = ("vision_encoder.", "patch_merger.")
+    assert found.parameters == sum(x.numel() for name, x in tensors.items() if not name.startswith(tower))
+    damaged = write(tmp_path / "damaged", {name: x for name, x in tensors.items() if name != "norm.weight"}, PARAMS)
+    (problem,) = check_model(damaged, host).problems
+    assert "norm.weight is missing" in problem.why
+    (tmp_path / "alone").mkdir()
+    (tmp_path / "alone" / "params.json").write_text(json.dumps(PARAMS))
+    with pytest.raises(ConfigError, match=r"params\.json, is read together with the weights"):
+        check_model(tmp_path / "alone", host)
+
+
 BLOCK = 8
 QUANTIZATION = {
     "config_groups": {

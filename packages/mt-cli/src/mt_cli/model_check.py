@@ -1,4 +1,5 @@
-"""Whether mt takes a published model: the fields of its config.json and the names and shapes of its tensors."""
+"""Whether mt takes a published model: the fields of its config.json and the names and shapes of its tensors. A folder
+or file of another format, such as Mistral's own with `params.json`, is read as `mt convert` reads it."""
 
 from __future__ import annotations
 
@@ -10,10 +11,10 @@ from typing import Any, Literal
 
 from mt_cli.presets import can_count, canonical_shapes, count_parameters
 from mt_core.checkpoint_lookup import MODEL
-from mt_core.checkpoint_specs import CHECKPOINT_LOADERS
+from mt_core.checkpoint_specs import CHECKPOINT_LOADERS, CheckpointLoaderSpec
 from mt_core.config.loading import config_from_dict
 from mt_core.config.schema import Config
-from mt_core.config_map import HF_FORMAT, QUANTIZATION_KEYS, model_section, read_hf_config, unquantized
+from mt_core.config_map import CONFIG, HF_FORMAT, QUANTIZATION_KEYS, model_section, read_hf_config, unquantized
 from mt_core.errors import ConfigError, MtError
 from mt_core.plugins import PluginHost
 
@@ -31,10 +32,12 @@ class Problem:
 
 @dataclass(frozen=True)
 class ModelCheck:
-    """What `mt models check` found. family: None for a config.json that no family reads. parameters: None where torch
-    is missing. tensors: those of the model; None where config.json stands alone. left_out: patterns of stored names
-    that are parts of the published model beside it, and the number of their tensors. quantization: how config.json says
-    that tensors are stored; None: they are not quantized."""
+    """What `mt models check` found.
+
+    model_type: of config.json; the name of a format that has none. family: None for what no family reads. parameters:
+    None where torch is missing. tensors: those of the model; None where config.json stands alone. left_out: patterns of
+    stored names that are parts of the published model beside it, and the number of their tensors. quantization: how
+    config.json says that tensors are stored; None: they are not quantized."""
 
     path: str
     model_type: str
@@ -51,7 +54,12 @@ class ModelCheck:
 
 
 def check_model(path: Path, host: PluginHost) -> ModelCheck:
-    """path: config.json, or a folder that has it and perhaps weights. Raises ConfigError without config.json."""
+    """path: config.json, a folder that has it and perhaps weights, or a checkpoint of another format.
+
+    Raises ConfigError for what is none of them.
+    """
+    if (loader := _other_format(path, host)) is not None:
+        return _check_other(path, loader, host)
     stored = read_hf_config(path)
     external = unquantized(stored)
     config, problems = _read(external, host)
@@ -65,10 +73,36 @@ def check_model(path: Path, host: PluginHost) -> ModelCheck:
     left_out: Mapping[str, int] = {}
     # Without a family the names of tensors say nothing.
     if not problems and path.is_dir() and host[CHECKPOINT_LOADERS].get(HF_FORMAT).detect.load()(path):
-        tensors, left_out, problems = _check_tensors(path, host)
+        tensors, left_out, problems = _check_tensors(path, host[CHECKPOINT_LOADERS].get(HF_FORMAT), host)[1:]
     family = None if config is None else config.model.family
     model_type, method = str(external["model_type"]), _quantization(stored)
     return ModelCheck(str(path), model_type, family, parameters, tensors, left_out, method, problems)
+
+
+def _other_format(path: Path, host: PluginHost) -> CheckpointLoaderSpec | None:
+    """The format of a checkpoint without config.json. None: with it, or of no format.
+
+    Raises ConfigError for a folder that has neither.
+    """
+    if (path / CONFIG).is_file() or path.suffix == ".json":
+        return None
+    found = next(
+        (spec for spec in host[CHECKPOINT_LOADERS] if spec.name != HF_FORMAT and spec.detect.load()(path)), None
+    )
+    if found is None and path.is_dir():
+        names = ", ".join(sorted(spec.name for spec in host[CHECKPOINT_LOADERS]))
+        raise ConfigError(
+            f"{path} has no {CONFIG}, and is no checkpoint of another format ({names}); a file that describes a model "
+            "otherwise, such as params.json, is read together with the weights beside it"
+        )
+    return found
+
+
+def _check_other(path: Path, loader: CheckpointLoaderSpec, host: PluginHost) -> ModelCheck:
+    config, tensors, left_out, problems = _check_tensors(path, loader, host)
+    parameters = count_parameters(config, host).total if config is not None and not problems and can_count() else None
+    family = None if config is None else config.model.family
+    return ModelCheck(str(path), loader.name, family, parameters, tensors, left_out, None, problems)
 
 
 # -- config.json -------------------------------------------------------------------------------------
@@ -119,16 +153,20 @@ def _config_problem(error: MtError, external: Mapping[str, Any]) -> Problem:
 # -- tensors -----------------------------------------------------------------------------------------
 
 
-def _check_tensors(path: Path, host: PluginHost) -> tuple[int | None, Mapping[str, int], list[Problem]]:
-    """Their number, what is left out, and what does not fit: names that are missing or unknown, and shapes."""
+Found = tuple[Config | None, int | None, Mapping[str, int], list[Problem]]
+
+
+def _check_tensors(path: Path, loader: CheckpointLoaderSpec, host: PluginHost) -> Found:
+    """The model that they are of, their number, what is left out, and what does not fit: names that are missing or
+    unknown, and shapes."""
     try:
-        reader = host[CHECKPOINT_LOADERS].get(HF_FORMAT).open.load()(path, host)
+        reader = loader.open.load()(path, host)
         shapes = reader.shapes()
         config = config_from_dict({"model": reader.metadata["config"]["model"]}, host)
         expected = canonical_shapes(config, host)
     except MtError as error:
         where: Literal["config.json", "tensors"] = "config.json" if isinstance(error, ConfigError) else "tensors"
-        return None, {}, [Problem(where, tensor_names(str(error)), str(error))]
+        return None, None, {}, [Problem(where, tensor_names(str(error)), str(error))]
     missing = [name for name in expected if MODEL + name not in shapes]
     wrong = [Problem("tensors", [name], f"{name} of the model is in no tensor of the folder") for name in missing]
     wrong += [
@@ -136,7 +174,7 @@ def _check_tensors(path: Path, host: PluginHost) -> tuple[int | None, Mapping[st
         for name, own in expected.items()
         if name not in missing and (shape := tuple(shapes[MODEL + name])) != own
     ]
-    return len(shapes), getattr(reader, "left_out", {}), wrong
+    return config, len(shapes), getattr(reader, "left_out", {}), wrong
 
 
 def tensor_names(message: str) -> list[str]:

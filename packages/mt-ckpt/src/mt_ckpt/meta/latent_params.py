@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import re
+from collections import Counter
 from collections.abc import Iterable, Mapping
 from typing import Any
 
@@ -137,6 +138,12 @@ def renamed(names: Iterable[str]) -> dict[str, str]:
     """Hugging Face's name -> the stored one, of all tensors but those of the image tower. Raises CheckpointError for
     names that are not of this layout."""
     return {_renamed(name): name for name in names if not name.startswith(TOWER)}
+
+
+def of_tower(names: Iterable[str]) -> dict[str, int]:
+    """Patterns of tensors of the image tower, and how many each stands for."""
+    starts = (next((start for start in TOWER if name.startswith(start)), None) for name in names)
+    return dict(Counter(f"{start}*" for start in starts if start is not None))
 
 
 def _renamed(name: str) -> str:

@@ -21,7 +21,7 @@ from mt_ckpt.files.safetensors import TensorInfo
 from mt_ckpt.hugging_face.family import identify
 from mt_ckpt.hugging_face.reader import HuggingFaceReader, open_listed_files, open_tensor_file, same_bits
 from mt_ckpt.hugging_face.tensors import Renamed, TensorFile, TensorFiles
-from mt_ckpt.meta.latent_params import has_latent_attention, to_mistral4
+from mt_ckpt.meta.latent_params import has_latent_attention, of_tower, to_mistral4
 from mt_ckpt.meta.latent_params import renamed as latent_names
 from mt_ckpt.meta.params import EMBEDDING, OUTPUT, to_hugging_face
 from mt_ckpt.pickles.torch_file import NamedTensorsFile
@@ -135,7 +135,9 @@ def _open_latent(path: Path, params: Mapping[str, Any], written: WrittenFiles, h
         stored = TensorFiles([open_tensor_file(path / SAFETENSORS, written)])
     named = Renamed(stored, latent_names(stored.infos))
     tensors, external = dequantized(named, to_mistral4(params))
-    return _reader_of(tensors, external, path, written, host)
+    reader = _reader_of(tensors, external, path, written, host)
+    reader.left_out = of_tower(stored.infos)
+    return reader
 
 
 def _reader_of(
