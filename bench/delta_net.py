@@ -4,8 +4,7 @@ weights, one thread, fp32, in alternating rounds.
     python bench/delta_net.py --rounds 5 [--part training] [--profile]
 
 Prints medians of the ratios of processor time: a training step of 2 sequences of 512 tokens (mt's Trainer;
-transformers' model with its loss, clipping and the fused AdamW), and 64 tokens decoded greedily
-behind a prompt of 64:
+transformers' model with its loss, clipping and the fused AdamW), and 64 tokens decoded greedily behind a prompt of 64:
 one request, and eight.
 """
 

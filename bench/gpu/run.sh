@@ -151,7 +151,8 @@ case "$part" in
 8)
     # Experts compile a kernel for each tile and FP8 whole models: the last ones.
     gpu_tests tests-gpu 440 6 tests/gpu/test_families.py tests/gpu/test_kernels.py tests/gpu/test_steps.py \
-        tests/gpu/test_main_gradients.py tests/gpu/test_experts.py tests/gpu/test_fp8.py tests/gpu/test_block_sparse.py
+        tests/gpu/test_main_gradients.py tests/gpu/test_experts.py tests/gpu/test_fp8.py tests/gpu/test_block_sparse.py \
+        tests/gpu/test_recurrent_blocks.py
     # It compares times.
     gpu_tests tests-gpu-time 90 0 tests/gpu/test_time_parts.py
     ;;

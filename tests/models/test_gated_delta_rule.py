@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+from functools import partial
+
 import pytest
 import torch
 from torch import Tensor
 
+from mt_models.blocks.chunked_delta_rule import chunked_delta_rule
 from mt_models.blocks.fla_delta_rule import document_bounds
-from mt_models.blocks.gated_delta_rule import DeltaInputs, chunked_delta_rule, recurrent_delta_rule
+from mt_models.blocks.gated_delta_rule import DeltaInputs, recurrent_delta_rule
 
 LENGTH = 23
 
@@ -53,12 +56,17 @@ def test_chunks_are_the_recurrence(size: int) -> None:
     torch.testing.assert_close(last, state, atol=1e-12, rtol=1e-10)
 
 
-def test_gradients_of_chunks_are_those_of_the_recurrence() -> None:
-    leaves = DeltaInputs(*(x.requires_grad_() for x in inputs(11)))
-    weights = torch.randn(2, 11, 6, 7, dtype=torch.float64)
+@pytest.mark.parametrize("size", [4, 16])
+@pytest.mark.parametrize("packed", [False, True])
+def test_gradients_of_chunks_are_those_of_the_recurrence(size: int, packed: bool) -> None:
+    """Also that of a state which both begin with, through the outputs and the state that they end with."""
+    leaves = [x.requires_grad_() for x in (*inputs(11), torch.randn(2, 6, 5, 7, dtype=torch.float64))]
+    ids = torch.tensor([[0] * 3 + [1] * 8, [0] * 6 + [4, 2, 2, 2, 2]]) if packed else None
+    weights = torch.randn(2, 11, 6, 7, dtype=torch.float64), torch.randn(2, 6, 5, 7, dtype=torch.float64)
     gradients = []
-    for rule in (lambda x: recurrent_delta_rule(x)[0], lambda x: chunked_delta_rule(x, chunk_size=4)[0]):
-        gradients.append(torch.autograd.grad((rule(leaves) * weights).sum(), leaves))
+    for rule in (recurrent_delta_rule, partial(chunked_delta_rule, chunk_size=size)):
+        outputs = rule(DeltaInputs(*leaves[:5]), state=leaves[5], segment_ids=ids)
+        gradients.append(torch.autograd.grad(outputs, leaves, weights))
     for found, expected in zip(*gradients, strict=True):
         torch.testing.assert_close(found, expected, atol=1e-11, rtol=1e-9)
 

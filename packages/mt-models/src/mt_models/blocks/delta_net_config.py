@@ -33,7 +33,7 @@ class DeltaNetKeys(Section):
     """Positions that training computes together. Changes speed, memory and rounding, not the result."""
     linear_attention_backend: Literal["auto", "torch", "fla"] = "auto"
     """What computes the delta rule: torch, the kernels of flash-linear-attention (fla), or auto, which is fla on a GPU
-    where it is installed."""
+    where it is installed, and else torch, on a GPU with mt's Triton kernel for the steps of decoding."""
 
     @property
     def linear_key_size(self) -> int:

@@ -6,23 +6,19 @@ G D + H V channels of queries, keys and values side by side. The heads are all o
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass, replace
-from functools import partial
 from typing import NamedTuple, Protocol
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from mt_core.errors import ConfigError
 from mt_core.nn.batch_invariance import is_batch_invariant
 from mt_core.nn.context_parallel.masks import SegmentGatherer
 from mt_core.nn.context_parallel.ulysses import group_repeats, to_heads, to_tokens
 from mt_core.nn.context_parallel.zigzag import in_order
 from mt_core.parallel.context import Axis
-from mt_models.blocks.fla_delta_rule import can_run_fla, fla_delta_rule
-from mt_models.blocks.gated_delta_rule import DeltaInputs, chunked_delta_rule, recurrent_delta_rule
+from mt_models.blocks.gated_delta_rule import DeltaInputs, recurrent_delta_rule
 from mt_models.blocks.mamba_scan import causal_conv, causal_conv_of_segments, with_past
 
 
@@ -32,30 +28,6 @@ class DeltaRule(Protocol):
     def __call__(
         self, inputs: DeltaInputs, *, state: Tensor | None = None, segment_ids: Tensor | None = None
     ) -> tuple[Tensor, Tensor]: ...
-
-
-def build_delta_rule(backend: str, chunk_size: int) -> DeltaRule:
-    """backend: "torch", "fla" (flash-linear-attention's kernels), or "auto", which takes fla on a GPU where it is
-    installed.
-
-    Raises ConfigError for "fla" where it is not installed.
-    """
-    torch_rule = partial(chunked_delta_rule, chunk_size=chunk_size)
-    if backend == "torch" or (backend == "auto" and not can_run_fla()):
-        return torch_rule
-    if not can_run_fla():
-        raise ConfigError(
-            'model.linear_attention_backend="fla" needs the package flash-linear-attention and a GPU; use "torch" or '
-            '"auto"'
-        )
-
-    def on_device(
-        inputs: DeltaInputs, *, state: Tensor | None = None, segment_ids: Tensor | None = None
-    ) -> tuple[Tensor, Tensor]:
-        chosen: Callable[..., tuple[Tensor, Tensor]] = fla_delta_rule if inputs.v.is_cuda else torch_rule
-        return chosen(inputs, state=state, segment_ids=segment_ids)
-
-    return on_device
 
 
 class DeltaWeights(NamedTuple):
@@ -102,6 +74,8 @@ class DeltaScan:
     strength: float
     recurrent: DeltaRule = recurrent_delta_rule
     """The rule, one position after the other."""
+    step: DeltaRule = recurrent_delta_rule
+    """The same for single positions that are decoded."""
 
     def __call__(
         self, mixed: Tensor, b: Tensor, a: Tensor, weights: DeltaWeights, segment_ids: Tensor | None = None
@@ -129,8 +103,8 @@ class DeltaScan:
         inputs = self._inputs(convolved, mixed.dtype, b, a, weights)
         # Cut from [past, new] and not from the new alone, which may be fewer than k - 1.
         kept = with_past(mixed, past.shape[1], past)[:, mixed.shape[1] :]
-        rule = self.recurrent if mixed.shape[1] == 1 or is_batch_invariant() else self.rule
-        o, state = rule(inputs, state=state)
+        rule = self.step if mixed.shape[1] == 1 else self.rule
+        o, state = (self.recurrent if is_batch_invariant() else rule)(inputs, state=state)
         return o, (kept, state)
 
     def _inputs(

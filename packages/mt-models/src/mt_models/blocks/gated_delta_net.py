@@ -7,7 +7,6 @@ rank whole key heads and the value heads that they serve.
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Protocol
 
 import torch
@@ -19,7 +18,9 @@ from mt_core.nn.cache import Cache, SequenceState
 from mt_core.nn.layout import Init, LayoutModule, ParameterLayout, Split, normal, ones
 from mt_core.nn.linear import RowParallelLinear
 from mt_core.parallel.context import ParallelContext
-from mt_models.blocks.delta_scan import ContextParallelDeltaScan, DeltaHeads, DeltaScan, DeltaWeights, build_delta_rule
+from mt_models.blocks.delta_backends import GATED, build_rules
+from mt_models.blocks.delta_scan import ContextParallelDeltaScan, DeltaHeads, DeltaScan, DeltaWeights
+from mt_models.blocks.gated_head_norm import GatedHeadNorm
 from mt_models.blocks.linear import PackedColumnParallelLinear
 from mt_models.blocks.mamba_mixer import ConvolutionWeights
 from mt_models.blocks.rotary import RotaryAngles
@@ -93,8 +94,9 @@ class GatedDeltaNet(LayoutModule):
             values, config.hidden_size, ctx, bias=False, init=normal(config.output_init_std)
         )
         heads = DeltaHeads(key_heads // ctx.tp.size, self.key_dim, value_heads // ctx.tp.size, self.value_dim)
-        rule = build_delta_rule(config.linear_attention_backend, config.linear_chunk_size)
-        self.scan = DeltaScan(heads, rule, 2.0 if config.linear_allow_neg_eigval else 1.0)
+        rules = build_rules(GATED, config.linear_attention_backend, config.linear_chunk_size)
+        strength = 2.0 if config.linear_allow_neg_eigval else 1.0
+        self.scan = DeltaScan(heads, rules.whole, strength, step=rules.step)
         # `_advance` calls `scan` itself: generation has whole sequences (mt_infer refuses context parallelism).
         self.scan_shards = ContextParallelDeltaScan(self.scan, ctx.cp) if ctx.cp.size > 1 else self.scan
 
@@ -140,24 +142,6 @@ class GatedDeltaNet(LayoutModule):
 
     def scan_weights(self) -> DeltaWeights:
         return DeltaWeights(self.conv1d.weight.squeeze(1), self.A_log, self.dt_bias)
-
-
-class GatedHeadNorm(LayoutModule):
-    """weight * x / sqrt(mean(x^2) + eps) * activation(gate) over each head [..., heads, size]; gate and mean in
-    fp32."""
-
-    weight: Tensor
-
-    def __init__(self, size: int, eps: float, activation: Callable[[Tensor], Tensor], ctx: ParallelContext) -> None:
-        super().__init__(ctx)
-        self.eps, self.activation = eps, activation
-        # One weight for all heads: each rank's gradient is that of its own heads.
-        self.declare("weight", ParameterLayout((size,), ones, partial_gradient=("tp",) if ctx.tp.size > 1 else ()))
-
-    def forward(self, x: Tensor, gate: Tensor) -> Tensor:
-        """x and gate [..., heads, size] -> the same, in the dtype of x"""
-        normed = F.rms_norm(x.float(), self.weight.shape, eps=self.eps).to(x.dtype) * self.weight
-        return (normed * self.activation(gate.float())).to(x.dtype)
 
 
 # -- initial values ------------------------------------------------------------------------------------

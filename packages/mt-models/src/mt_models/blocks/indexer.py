@@ -21,17 +21,22 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from mt_core.nn.attention import AttentionPattern
+from mt_core.nn.batch_invariance import is_batch_invariant
 from mt_core.nn.cache import Cache, Pages, PositionState
 from mt_core.nn.layout import normal
 from mt_core.nn.linear import SEQUENCE_DIM
 from mt_core.nn.norm import build_norm
 from mt_core.parallel.collectives import all_gather, gather_from
 from mt_core.parallel.context import ParallelContext
+from mt_models.blocks.has_triton import has_triton
 from mt_models.blocks.linear import ReplicatedLinear, effective_weight
 from mt_models.blocks.rotary import RotaryAngles, rotate
 
 PRODUCTS_AT_ONCE = 2**26
 """Products of queries and keys, over all heads, that are in memory at a time (fp32)."""
+
+WIDEST_KERNEL = 128
+"""Channels up to which the Triton kernel takes queries."""
 
 
 class IndexerConfigLike(Protocol):
@@ -157,6 +162,10 @@ class Indexer(nn.Module):
 
 def index_scores(queries: Tensor, weights: Tensor, keys: Tensor) -> Tensor:
     """queries [B, S, H, D], weights [B, S, H], keys [B, T, D] -> [B, S, T] in fp32"""
+    if _takes_kernel(queries, weights, keys):
+        from mt_models.blocks.triton_kernels.index_scores import triton_index_scores
+
+        return triton_index_scores(queries, weights, keys)
     batch, count, heads, _ = queries.shape
     rows = max(PRODUCTS_AT_ONCE // (batch * heads * keys.shape[1]), 1)
     # Products of all heads with all keys would be heads times as large as the scores. Backward makes them again.
@@ -166,6 +175,14 @@ def index_scores(queries: Tensor, weights: Tensor, keys: Tensor) -> Tensor:
         for q, w in zip(queries.split(rows, 1), weights.split(rows, 1), strict=True)
     ]
     return blocks[0] if len(blocks) == 1 else torch.cat(blocks, 1)
+
+
+def _takes_kernel(queries: Tensor, weights: Tensor, keys: Tensor) -> bool:
+    """Whether mt's Triton kernel serves: on a GPU, without gradients."""
+    if not queries.is_cuda or queries.dtype != keys.dtype or queries.shape[-1] > WIDEST_KERNEL:
+        return False
+    learns = torch.is_grad_enabled() and any(x.requires_grad for x in (queries, weights, keys))
+    return not learns and not is_batch_invariant() and has_triton()
 
 
 def _scores_of_block(queries: Tensor, weights: Tensor, keys: Tensor) -> Tensor:

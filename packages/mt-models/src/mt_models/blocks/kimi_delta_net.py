@@ -8,7 +8,6 @@ has, or by one: both of Ling 3.0 (2026), the gate of Kimi K3 (2026). Tensor para
 from __future__ import annotations
 
 from dataclasses import dataclass
-from functools import partial
 
 import torch
 import torch.nn.functional as F
@@ -19,9 +18,11 @@ from mt_core.nn.cache import Cache, SequenceState
 from mt_core.nn.layout import Init, LayoutModule, ParameterLayout, Split, normal
 from mt_core.nn.linear import ColumnParallelLinear, RowParallelLinear
 from mt_core.parallel.context import ParallelContext
+from mt_models.blocks.delta_backends import KIMI, build_rules
 from mt_models.blocks.delta_scan import ContextParallelDeltaScan, DeltaHeads, DeltaScan, DeltaWeights
-from mt_models.blocks.gated_delta_net import DeltaNetConfigLike, GatedHeadNorm, log_uniform
-from mt_models.blocks.kimi_delta_rule import chunked_kimi_rule, recurrent_kimi_rule
+from mt_models.blocks.gated_delta_net import DeltaNetConfigLike, log_uniform
+from mt_models.blocks.gated_head_norm import Fp32GatedHeadNorm
+from mt_models.blocks.kimi_delta_rule import recurrent_kimi_rule
 from mt_models.blocks.linear import PackedColumnParallelLinear, ReplicatedLinear
 from mt_models.blocks.mamba_mixer import ConvolutionWeights, time_step_bias
 from mt_models.blocks.rotary import RotaryAngles
@@ -41,14 +42,6 @@ class KimiDeltaScan(DeltaScan):
         inner = (a.float() + weights.dt_bias).unflatten(-1, (-1, self.heads.key_dim))
         rates = weights.A_log.float().exp()[:, None]
         return -rates * F.softplus(inner) if self.lower_bound is None else self.lower_bound * (rates * inner).sigmoid()
-
-
-class Fp32GatedHeadNorm(GatedHeadNorm):
-    """The same, all in fp32."""
-
-    def forward(self, x: Tensor, gate: Tensor) -> Tensor:
-        normed = F.rms_norm(x.float(), self.weight.shape, self.weight.float(), self.eps)
-        return (normed * self.activation(gate.float())).to(x.dtype)
 
 
 class KimiDeltaNet(LayoutModule):
@@ -96,8 +89,8 @@ class KimiDeltaNet(LayoutModule):
             width, config.hidden_size, ctx, bias=False, init=normal(config.output_init_std)
         )
         local = DeltaHeads(heads // ctx.tp.size, self.size, heads // ctx.tp.size, self.size)
-        rule = partial(chunked_kimi_rule, chunk_size=config.linear_chunk_size)
-        self.scan = KimiDeltaScan(local, rule, 1.0, recurrent_kimi_rule, lower_bound)
+        rules = build_rules(KIMI, config.linear_attention_backend, config.linear_chunk_size)
+        self.scan = KimiDeltaScan(local, rules.whole, 1.0, recurrent_kimi_rule, rules.step, lower_bound)
         self.scan_shards = ContextParallelDeltaScan(self.scan, ctx.cp) if ctx.cp.size > 1 else self.scan
 
     def _declare_gates(self, config: DeltaNetConfigLike, width: int) -> None:

@@ -18,6 +18,7 @@ from mt_core.nn.context_parallel.masks import SegmentGatherer
 from mt_core.nn.context_parallel.ulysses import group_repeats, to_heads, to_tokens
 from mt_core.nn.context_parallel.zigzag import in_order
 from mt_core.parallel.context import Axis
+from mt_models.blocks.shifted_conv import can_shift, shifted_conv
 from mt_models.blocks.state_space import chunked_scan, recurrent_scan
 
 # -- depthwise causal convolution along the sequence: y_t = b + sum_j w_j x_(t - k + 1 + j) ----------
@@ -27,6 +28,10 @@ from mt_models.blocks.state_space import chunked_scan, recurrent_scan
 
 def causal_conv(x: Tensor, weight: Tensor, bias: Tensor | None, past: Tensor | None = None) -> Tensor:
     """x [B, S, C], weight [C, k], bias [C] -> [B, S, C]. past: the k - 1 inputs before x; default zeros."""
+    # Decoding in parts has conv1d, whose sums those of a whole sequence equal under batch invariance.
+    if past is None and can_shift(x, weight) and not is_batch_invariant():
+        y = shifted_conv(x, weight)
+        return y if bias is None else y + bias
     extended = with_past(x, weight.shape[1] - 1, past)
     # conv1d takes channels before positions, [B, C, count + S], and weight [C, 1, k] with one group for each
     # channel. No padding: the k - 1 positions in front are the past.

@@ -23,8 +23,6 @@ class KimiLinearConfig(DeltaNetKeys, DeepseekConfig):
     """Heads of Kimi delta attention."""
     linear_num_value_heads: PositiveInt = 32
     """The same number: a head has queries, keys and values."""
-    linear_attention_backend: Literal["auto", "torch"] = "auto"
-    """What computes the delta rule: torch."""
 
     @property
     def linear_layers(self) -> list[bool]:

@@ -18,7 +18,8 @@ from mt_core.nn.build_context import ModelBuildContext
 from mt_core.nn.cache import Cache
 from mt_core.parallel.pipeline.stage import Stage
 from mt_models.blocks.decoder import RotaryDecoder, attention_core, freeze
-from mt_models.blocks.gated_delta_net import GatedDeltaNet, GatedHeadNorm
+from mt_models.blocks.gated_delta_net import GatedDeltaNet
+from mt_models.blocks.gated_head_norm import GatedHeadNorm
 from mt_models.blocks.gated_streams import StreamConnection, StreamMixer, with_output
 from mt_models.blocks.hyper_connection import repeated
 from mt_models.blocks.ngram_layer import NGramLayer

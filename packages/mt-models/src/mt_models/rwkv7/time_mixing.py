@@ -8,7 +8,6 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import replace
-from functools import partial
 
 import torch
 import torch.nn.functional as F
@@ -20,8 +19,9 @@ from mt_core.nn.layout import Init, LayoutModule, ParameterLayout, Split, normal
 from mt_core.nn.linear import SEQUENCE_DIM, ColumnParallelLinear, RowParallelLinear
 from mt_core.parallel.collectives import gather_copies
 from mt_core.parallel.context import ParallelContext
+from mt_models.blocks.delta_backends import RWKV7, build_rules
 from mt_models.blocks.linear import ReplicatedLinear
-from mt_models.blocks.rwkv7_rule import LOWEST_DECAY, Rwkv7Inputs, chunked_rwkv7_rule, recurrent_rwkv7_rule
+from mt_models.blocks.rwkv7_rule import LOWEST_DECAY, Rwkv7Inputs, recurrent_rwkv7_rule
 from mt_models.blocks.token_shift import TokenShift
 from mt_models.rwkv7.config import Rwkv7Config
 from mt_models.rwkv7.initial_values import (
@@ -89,10 +89,10 @@ class HeadGroupNorm(LayoutModule):
 class Rwkv7Scan(nn.Module):
     """The recurrence over whole sequences, or from a cached state."""
 
-    def __init__(self, heads: int, size: int, chunk_size: int) -> None:
+    def __init__(self, heads: int, size: int, chunk_size: int, backend: str) -> None:
         super().__init__()
         self.state_shape = (heads, size, size)
-        self.rule = partial(chunked_rwkv7_rule, chunk_size=chunk_size)
+        self.rule, self.step = build_rules(RWKV7, backend, chunk_size)
 
     def forward(self, inputs: Rwkv7Inputs, segment_ids: Tensor | None, cache: Cache | None) -> Tensor:
         if cache is not None:
@@ -102,8 +102,8 @@ class Rwkv7Scan(nn.Module):
         return rule(inputs, segment_ids=segment_ids)[0]
 
     def _advance(self, new: tuple[Tensor, ...], state: tuple[Tensor, ...]) -> tuple[Tensor, tuple[Tensor, ...]]:
-        single = new[0].shape[1] == 1 or is_batch_invariant()
-        o, last = (recurrent_rwkv7_rule if single else self.rule)(Rwkv7Inputs(*new), state=state[0])
+        rule = self.step if new[0].shape[1] == 1 else self.rule
+        o, last = (recurrent_rwkv7_rule if is_batch_invariant() else rule)(Rwkv7Inputs(*new), state=state[0])
         return o, (last,)
 
     def cached_state(self) -> SequenceState:
@@ -145,7 +145,9 @@ class TimeMixing(LayoutModule):
         self.value_mix: LowRank | None = None
         if number:
             self.value_mix = LowRank(config, config.value_lora_rank, inner, None, initial_value_mix)
-        self.scan = Rwkv7Scan(config.num_heads // ctx.tp.size, self.size, config.chunk_size)
+        self.scan = Rwkv7Scan(
+            config.num_heads // ctx.tp.size, self.size, config.chunk_size, config.linear_attention_backend
+        )
         self.out_norm = HeadGroupNorm(hidden, self.size * config.norm_epsilon, ctx)
         self.linear_proj = RowParallelLinear(hidden, hidden, ctx, bias=False, init=normal(config.output_init_std))
 

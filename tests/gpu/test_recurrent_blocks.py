@@ -1,0 +1,85 @@
+"""On a GPU: kernels of recurrent layers and of indexers, mt's and those of flash-linear-attention, against torch's."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+import torch
+from torch import Tensor
+
+from mt_models.blocks.delta_backends import GATED, KIMI, Recurrence
+from mt_models.blocks.fla_delta_rule import can_run_fla
+from mt_models.blocks.fla_rwkv7_rule import fla_rwkv7_rule, fla_rwkv7_step
+from mt_models.blocks.gated_delta_rule import DeltaInputs
+from mt_models.blocks.indexer import index_scores
+from mt_models.blocks.rwkv7_rule import LOWEST_DECAY, Rwkv7Inputs, recurrent_rwkv7_rule
+
+pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")]
+
+RECURRENCES = {"gated": GATED, "kimi": KIMI}
+
+
+def draw(*shape: int) -> Tensor:
+    return torch.randn(*shape, device="cuda", generator=torch.Generator("cuda").manual_seed(sum(shape)))
+
+
+def delta_inputs(name: str, length: int, dtype: torch.dtype) -> DeltaInputs:
+    heads = (2, length, 8)
+    keys = (2, length, 4 if name == "gated" else 8, 64)
+    g = -draw(*heads, 64).exp() if name == "kimi" else -draw(*heads).exp()
+    q, k, v = draw(*keys), draw(*keys).flip(0), draw(*heads, 64)
+    return DeltaInputs(q.to(dtype), k.to(dtype), v.to(dtype), g, draw(*heads).sigmoid().to(dtype))
+
+
+def assert_near(found: tuple[Tensor, ...], expected: tuple[Tensor, ...], share: float) -> None:
+    for x, y in zip(found, expected, strict=True):
+        torch.testing.assert_close(x.float(), y.float(), atol=share * y.abs().max().item(), rtol=0.0)
+
+
+@pytest.mark.parametrize("name", RECURRENCES)
+@pytest.mark.parametrize(("dtype", "share"), [(torch.float32, 1e-5), (torch.bfloat16, 1e-2)])
+def test_a_step_of_the_kernel(name: str, dtype: torch.dtype, share: float) -> None:
+    from mt_models.blocks.triton_kernels.delta_step import triton_delta_step
+
+    inputs, state = delta_inputs(name, 3, dtype), draw(2, 8, 64, 64)
+    expected = RECURRENCES[name].recurrent(inputs, state=state)
+    assert_near(triton_delta_step(inputs, state=state), expected, share)
+
+
+@pytest.mark.parametrize("count", [1, 300])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_scores_of_an_indexer(count: int, dtype: torch.dtype) -> None:
+    q, w, k = draw(2, count, 16, 128).to(dtype), draw(2, count, 16), draw(2, 500, 128).to(dtype)
+    found = index_scores(q, w, k)
+    with_gradients = index_scores(q, w.requires_grad_(), k).detach()
+    assert_near((found,), (with_gradients,), 1e-5)
+
+
+# -- flash-linear-attention ----------------------------------------------------------------------------
+
+needs_fla = pytest.mark.skipif(not can_run_fla("fla.ops.kda"), reason="needs flash-linear-attention with KDA")
+
+
+@needs_fla
+@pytest.mark.parametrize("name", RECURRENCES)
+def test_rules_of_fla(name: str) -> None:
+    recurrence: Recurrence = RECURRENCES[name]
+    inputs, state = delta_inputs(name, 150, torch.bfloat16), draw(2, 8, 64, 64)
+    expected = recurrence.recurrent(inputs, state=state)
+    assert_near(recurrence.fla(inputs, state=state), expected, 2e-2)
+    assert_near(recurrence.fla_step(inputs, state=state), expected, 1e-2)
+    segments = (torch.arange(150, device="cuda") // 70).expand(2, -1)
+    packed = recurrence.recurrent(inputs, segment_ids=segments)[0]
+    assert_near(recurrence.fla(inputs, segment_ids=segments)[:1], (packed,), 2e-2)
+
+
+@needs_fla
+@pytest.mark.parametrize(("rule", "share"), [(fla_rwkv7_rule, 2e-2), (fla_rwkv7_step, 1e-2)])
+def test_rwkv7_of_fla(rule: Callable[..., tuple[Tensor, Tensor]], share: float) -> None:
+    shape = (2, 150, 8, 64)
+    z = torch.nn.functional.normalize(draw(*shape).flip(0), dim=-1)
+    values = (draw(*shape), draw(*shape).flip(1), draw(*shape).flip(2), z, draw(*shape).sigmoid())
+    r, k, v, z, a = (x.bfloat16() for x in values)
+    inputs, state = Rwkv7Inputs(r, LOWEST_DECAY * draw(*shape).sigmoid(), k, v, z, a), draw(2, 8, 64, 64)
+    assert_near(rule(inputs, state=state), recurrent_rwkv7_rule(inputs, state=state), share)
