@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any, ClassVar, Literal, Self
+from typing import Any, ClassVar, Self
 
 from mt_core.config.fields import PositiveInt
 from mt_core.config.layer_pattern import pattern_of
