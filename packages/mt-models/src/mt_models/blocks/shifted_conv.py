@@ -34,10 +34,11 @@ class _ShiftedConv(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight: Tensor) -> Tensor:
         ctx.save_for_backward(x, weight)
-        y = x * weight[:, -1]
-        for distance in _distances(x, weight):
+        y = torch.zeros(x.shape, dtype=x.dtype, device=x.device)
+        # From the first tap to the last, as conv1d sums them.
+        for distance in reversed(_distances(x, weight)):
             y[:, distance:].addcmul_(x[:, :-distance], weight[:, -1 - distance])
-        return y
+        return y.addcmul_(x, weight[:, -1])
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, Tensor]:
