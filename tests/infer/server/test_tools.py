@@ -220,7 +220,7 @@ class Weather(BaseModel):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("form", ["hermes", "llama3_json"])
+@pytest.mark.parametrize("form", ["hermes", "llama3_json", "qwen3_coder"])
 def test_a_required_call_is_made_by_any_model(form: str) -> None:
     """Random weights, held to the form of a call."""
     chat = chat_format()

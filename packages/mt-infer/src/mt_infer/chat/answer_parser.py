@@ -199,7 +199,7 @@ class Opening:
 def openings_of(form: CallForm) -> list[Opening]:
     """Those with the mark of the section are the first ones."""
     sections: list[tuple[str, ...]] = [form.section[:1], ()] if form.section else [()]
-    follows = [(text,) for text in form.then] or [()]
+    follows: list[tuple[str, ...]] = [(text,) for text in form.then] or [()]
     marks = (form.begin, *form.also)
     return [
         Opening((*section, mark, *follow), len(section)) for section in sections for mark in marks for follow in follows
@@ -366,13 +366,14 @@ class FrameDivider:
         may_be = any(start.startswith(text) or text.startswith(start) for text in self.frame.headers)
         place = self._held.find(self.frame.message)
         if may_be and place >= 0:
-            self._body = self.frame.kind_of(self._held[:place])
+            body = self.frame.kind_of(self._held[:place])
             self._held = self._held[place + len(self.frame.message) :]
         elif may_be and not is_end and len(start) < LONGEST_HEADER:
             return False
         else:
-            self._body = ("content", "")
-        self._begin_paragraph(part, self._body[0])
+            body = ("content", "")
+        self._body = body
+        self._begin_paragraph(part, body[0])
         return True
 
     def _begin_paragraph(self, part: AnswerPart, kind: BodyKind) -> None:
