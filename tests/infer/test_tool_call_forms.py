@@ -4,17 +4,20 @@ from __future__ import annotations
 
 import json
 from functools import cache
+from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
 from tests.infer.chat_forms import ARGUMENTS, FORMS, FUNCTIONS, TEMPLATE, Published
 
+from mt_core.kinds import Lazy
 from mt_data.datasets.sft.chat_templates import ChatTemplate
 from mt_data.tokenizers.byte_level import ByteLevelTokenizer
 from mt_infer.chat.answer_parser import AnswerParser, AnswerPart
 from mt_infer.chat.chat_format import ChatFormat
 from mt_infer.chat.tool_calls.constraint import offered_calls, required_call
-from mt_infer.chat.tool_calls.form import CallForm, spec_of_template
+from mt_infer.chat.tool_calls.form import TOOL_CALL_FORMS, CallForm, ToolCallFormSpec, spec_of_template
 from mt_infer.chat.tool_calls.specs import FORMS as SPECS
 from mt_infer.sampling.constraints import Constraints
 from mt_infer.sampling.parameters import SamplingParameters
@@ -234,3 +237,20 @@ def test_strict_calls_in_python(form: str, call: str) -> None:
         before
     ) + call.encode().index(b"3")
     assert accepted(sampling, f"{before}{call.replace('True', '1')}{after}") is not None
+
+
+def test_the_form_that_the_page_of_plugins_declares_is_read_and_written() -> None:
+    page = Path(__file__).parents[2] / "docs/guides/plugins.md"
+    (block,) = (block for block in page.read_text().split("```") if "PIPED = CallForm" in block)
+    names: dict = {}
+    exec(block.removeprefix("python"), names)
+    parser = AnswerParser(names["PIPED"], None, FUNCTIONS)
+    part = parser.add('Well. <call>now|{}</call><call>get_weather|{"days": 3}</call>')
+    part += parser.finish()
+    assert (part.content, calls_of(part)) == ("Well. ", [NOW, ("get_weather", {"days": 3})])
+    required = SamplingParameters(**required_call(names["PIPED"], FUNCTIONS))
+    assert accepted(required, "<call>now|{}</call>") is None
+    assert accepted(required, "<call>later|{}</call>") is not None
+    spec = ToolCallFormSpec(name="piped", doc="", marks=(("<call>",),), form=Lazy("my_forms.forms:PIPED"))
+    known: Any = {TOOL_CALL_FORMS: [*SPECS, spec]}
+    assert spec_of_template("write <call>f|{}</call>", known) is spec
