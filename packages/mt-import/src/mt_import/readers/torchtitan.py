@@ -13,7 +13,7 @@ from typing import Any
 from mt_core.errors import ConfigError, did_you_mean
 from mt_core.plugins import PluginHost
 from mt_import.megatron_arguments.translation import Account, as_tree
-from mt_import.readers.torchtitan_models import PRESETS, model_section, note_on_model
+from mt_import.readers.torchtitan_models import WITHIN_DOCUMENTS, family_of, model_section, note_on_model
 from mt_import.result import ImportResult, Processes
 
 Values = Mapping[str, Mapping[str, Any]]
@@ -126,6 +126,8 @@ def import_torchtitan(values: Values, source: str, host: PluginHost) -> ImportRe
         decided[name] = rule(settings)
     tree = as_tree({key: value for keys in decided.values() for key, value in keys.items()})
     tree["model"] = {**model_section(*_chosen(settings), host), **tree.get("model", {})}
+    if _chosen(settings) in WITHIN_DOCUMENTS:
+        tree["data"] = {**tree.get("data", {}), "reset_attention_mask": True}
     accounts = [_account(key, value, decided, settings) for key, value in flat.items()]
     named = {key for account in accounts for key in account.keys}
     written = {f"{section}.{key}": value for section, keys in tree.items() for key, value in keys.items()}
@@ -374,7 +376,7 @@ OWN_KEYS = ("training.seed", "training.deterministic", "checkpoint.enable", "che
 def _account(key: str, value: Any, decided: Mapping[str, Keys], settings: Settings) -> Account:
     words = f"{key} {value}"
     if key in ("model.name", "model.flavor"):
-        return Account(words, "translated", {"model.family": PRESETS[_chosen(settings)][0]}, "")
+        return Account(words, "translated", {"model.family": family_of(*_chosen(settings))}, "")
     if key in REFUSED and value:
         return Account(words, "refused", {}, REFUSED[key])
     section, today = key.partition(".")[0], OLD_NAMES.get(key, key)

@@ -34,6 +34,18 @@ PRESETS: Mapping[tuple[str, str], tuple[str, str]] = {
     **{("llama2", size): ("llama", f"llama2-{size.lower()}") for size in ("7B", "13B", "70B")},
 }
 """(model, flavor) -> (family, preset), where both have the same sizes but for those of SIZES."""
+MASKS: Mapping[tuple[str, str], tuple[str, ...]] = {
+    ("llama3", "debugmodel"): ("debugmodel_flex_attn", "debugmodel_varlen_attn"),
+    ("llama3", "8B"): ("8B_flex", "8B_varlen"),
+    ("deepseek_v3", "debugmodel"): ("debugmodel_flex_attn",),
+}
+"""(model, flavor) -> flavors of the same sizes, whose positions see their own document alone."""
+WITHIN_DOCUMENTS = {
+    *((model, flavor) for (model, _), flavors in MASKS.items() for flavor in flavors),
+    *(("deepseek_v3", size) for size in ("16B", "236B", "671B")),
+    *(("llama4", f"{size}_irope") for size in ("debugmodel", "17bx16e", "17bx128e")),
+}
+"""(model, flavor) with torchtitan's mask `block_causal`."""
 LLAMA4: Keys = {"qk_l2_norm": False, "query_scaling_beta": 0.0}
 """torchtitan's attention has no norm of queries and keys, and scales no queries."""
 LLAMA4_SCALED: Keys = {
@@ -112,6 +124,7 @@ SIZES: Mapping[tuple[str, str], Keys] = {
         "vocab_size": 2048,
         "moe": {"num_experts": 64},
     },
+    ("qwen3", "235B-A22B"): {"rotary_base": 5000000.0},  # that of its later release
     ("gpt_oss", "debugmodel"): {"num_layers": 4, "hidden_size": 256, "moe": {"num_experts": 8}},
 }
 """(model, flavor) -> values of the preset that are others there."""
@@ -123,8 +136,19 @@ NOT_HERE: Mapping[str, str] = {
 """torchtitan's models that no preset can be -> why."""
 
 
+def without_mask(name: str, flavor: str) -> str:
+    """The flavor that has the sizes of this one."""
+    same = {(model, one): base for (model, base), flavors in MASKS.items() for one in flavors}
+    return same.get((name, flavor), flavor)
+
+
+def family_of(name: str, flavor: str) -> str:
+    return PRESETS[name, without_mask(name, flavor)][0]
+
+
 def model_section(name: str, flavor: str, host: PluginHost) -> Keys:
     """Section [model]. Raises ConfigError for a model or flavor that no preset is."""
+    flavor = without_mask(name, flavor)
     if (name, flavor) not in PRESETS:
         if name in NOT_HERE:
             raise ConfigError(f"model.name={name} cannot be imported: {NOT_HERE[name]}")
@@ -144,6 +168,7 @@ def model_section(name: str, flavor: str, host: PluginHost) -> Keys:
 
 
 def note_on_model(name: str, flavor: str) -> str:
+    flavor = without_mask(name, flavor)
     preset = PRESETS[name, flavor][1]
     sizes = f" with {', '.join(sorted(SIZES[name, flavor]))} of {flavor}" if (name, flavor) in SIZES else ""
     return f"[model] is the preset {preset}{sizes}: the published model, with its routing and scaling of positions"
