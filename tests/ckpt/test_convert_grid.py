@@ -218,6 +218,8 @@ CASES: dict[str, dict[str, Any]] = {
         "moe": {**FOUR_LAYERS["mimo_v2_flash"]["moe"], "moe_layer_freq": "([0]*1+[1]*3)"},
     },
 }
+GLM4_EXPERTS = {**convert_cases.SIGMOID_EXPERTS, "moe_layer_freq": "([0]*1+[1]*3)"}
+CASES["glm4_moe"] = {**CASES["qwen3_moe"], "add_qkv_bias": True, "moe": GLM4_EXPERTS, "mtp_num_layers": 1}
 # Those whose round trips are without the prediction elsewhere.
 CASES |= {
     name: {**CASES[name], "mtp_num_layers": 1}
@@ -259,7 +261,7 @@ NO_MEGATRON = {
     *("gemma4_vl", "gemma4_vl_experts", "modernbert", "rwkv7", "minimax_m3_vl"),
     *("nemotron_3", "granite_hybrid", "falcon_h1", "mistral4", "jamba", "mistral3", "kimi_k25", "minimax_m3"),
     *("hy_v3", "muse_glimmer", "muse_spark", "inkling", "qwen4_exp", "bailing_hybrid", "glm5_next", "kimi_k3"),
-    *("ernie4_5_moe", "hunyuan_v1_moe", "lfm2_moe", "dots1", "solar_open", "exaone_moe"),
+    *("ernie4_5_moe", "hunyuan_v1_moe", "lfm2_moe", "dots1", "solar_open", "exaone_moe", "glm4_moe"),
     *("mistral_large4", "longcat_flash"),
     *(name for name in CASES if name.endswith(("_classification", "_multiple_choice"))),
 }
@@ -275,7 +277,7 @@ UNABLE = {
         *("gemma4", "gemma4_experts", "phi3_unscaled", "ministral3", "seed_oss", "ernie4_5", "hunyuan", "minimax_m2"),
         *("lfm2", "glm4_moe_lite", "mistral4", "kimi_linear", "qwen_next", "jamba", "falcon_h1", "hybrid_experts"),
         *("granite_hybrid", "ernie4_5_moe", "hunyuan_v1_moe", "lfm2_moe", "dots1", "deepseek_v32", "glm_5", "kimi_k3"),
-        "exaone_moe",
+        *("exaone_moe", "glm4_moe"),
     },
     "megatron": NO_MEGATRON,
     "megatron-dist": NO_MEGATRON,

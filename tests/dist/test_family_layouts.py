@@ -134,7 +134,13 @@ FAMILIES["deepseek_v32 in warm-up"] = {
 FAMILIES["mimo_v2_flash that predicts"] = {**FAMILIES["mimo_v2_flash"], "num_query_groups": 1, "mtp_num_layers": 2}
 PREDICTING = ("bailing_hybrid", "glm5_next", "exaone_moe", "longcat_flash")
 FAMILIES |= {f"{name} that predicts": {**FAMILIES[name], "mtp_num_layers": 1} for name in PREDICTING}
-ON_DEMAND += tuple(f"{name} that predicts" for name in PREDICTING)
+FAMILIES["glm4_moe that predicts"] = {
+    **FAMILIES["dots1"],
+    "family": "qwen_moe",
+    "add_qkv_bias": True,
+    "mtp_num_layers": 1,
+}
+ON_DEMAND += tuple(f"{name} that predicts" for name in (*PREDICTING, "glm4_moe"))
 REFUSED = {("phi3", "cp"), ("gemma4", "pp"), ("qwen_next that predicts", "cp"), ("nemotron_3", "cp")}
 # Layers of the second stage would read latents of the first.
 REFUSED |= {("mistral_large4", "pp")}
@@ -145,7 +151,7 @@ REFUSED |= {("qwen_next", "tp-sp"), ("qwen_next that predicts", "tp-sp")}
 # What an expert that returns the token adds lies along the residual stream, and the final norm lets little of it
 # through: gradients of its router's weights nearly cancel.
 REFUSED |= {("longcat_flash", "tp-sp"), ("longcat_flash", "cp"), ("longcat_flash that predicts", "tp-sp")}
-REFUSED |= {(f"{name} that predicts", "cp") for name in PREDICTING}
+REFUSED |= {(f"{name} that predicts", "cp") for name in (*PREDICTING, "glm4_moe")}
 # Gradients of an indexer's norm nearly cancel, too, since a shift of all scores changes nothing.
 REFUSED |= {("deepseek_v32 that learns", "tp-sp")}
 # Biases by distance and convolutions are over whole sequences.

@@ -241,6 +241,21 @@ GEMMA4_E2B = {
     "sliding_window": 512, "tie_word_embeddings": True, "top_k_experts": None, "use_bidirectional_attention": None,
     "use_double_wide_mlp": True, "vocab_size": 262144, "vocab_size_per_layer_input": 262144,
 }  # fmt: skip
+GLM_4_7 = {
+    **COMMON, "architectures": ["Glm4MoeForCausalLM"], "attention_bias": True, "attention_dropout": 0.0,
+    "eos_token_id": [151329, 151336, 151338], "first_k_dense_replace": 3, "head_dim": 128, "hidden_size": 5120,
+    "intermediate_size": 12288, "max_position_embeddings": 202752, "model_type": "glm4_moe",
+    "moe_intermediate_size": 1536, "n_group": 1, "n_routed_experts": 160, "n_shared_experts": 1,
+    "norm_topk_prob": True, "num_attention_heads": 96, "num_experts_per_tok": 8, "num_hidden_layers": 92,
+    "num_key_value_heads": 8, "num_nextn_predict_layers": 1, "pad_token_id": 151329, "partial_rotary_factor": 0.5,
+    "rms_norm_eps": 1e-05, "rope_scaling": None, "rope_theta": 1000000, "routed_scaling_factor": 2.5,
+    "tie_word_embeddings": False, "topk_group": 1, "use_qk_norm": True, "vocab_size": 151552,
+}  # fmt: skip
+GLM_4_5_AIR = {
+    **GLM_4_7, "first_k_dense_replace": 1, "hidden_size": 4096, "intermediate_size": 10944,
+    "max_position_embeddings": 131072, "moe_intermediate_size": 1408, "n_routed_experts": 128,
+    "num_hidden_layers": 46, "routed_scaling_factor": 1.0, "use_qk_norm": False,
+}  # fmt: skip
 
 PUBLISHED_DENSE: dict[str, tuple[str, dict[str, Any]]] = {
     "phi-4": ("phi3", PHI4),
@@ -256,6 +271,8 @@ PUBLISHED_DENSE: dict[str, tuple[str, dict[str, Any]]] = {
     "gemma-4-e2b (text)": ("gemma4", GEMMA4_E2B),
     "ernie-4.5-21b-a3b": ("ernie4_5", ERNIE45_21B),
     "hunyuan-a13b": ("hunyuan", HUNYUAN_A13B),
+    "glm-4.5-air": ("qwen_moe", GLM_4_5_AIR),
+    "glm-4.7": ("qwen_moe", GLM_4_7),
     "lfm2-8b-a1b": ("lfm2", LFM2_8B_A1B),
     "dots.llm1": ("dots1", DOTS_LLM1),
     "solar-open-100b": ("dots1", SOLAR_OPEN_100B),

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import pytest
+import torch
 from tests.models import decoder_reference as dense
 from tests.models import moe_reference as ref
+from tests.models.prediction_reference import LENGTH, assert_same_prediction, causal, one_by_one
 
 from mt_core.errors import ConfigError
 from mt_models.flops import flops_per_token, inactive_parameters, moe_flops
@@ -53,6 +55,39 @@ def test_logits_and_gradients_equal_the_reference(host, randomize, case) -> None
     ref.assert_maps_round_trip(pair)
 
 
+def published_prediction(state):
+    """Under the names of GLM-4.5's files, where the layer follows the others and repeats the embedding and the head."""
+    found = {}
+    for name, tensor in state.items():
+        name = name.removeprefix("mtp_block.").replace("post_norm", "shared_head.norm")
+        found |= {f"model.layers.3.{published}": part for published, part in one_by_one(name, tensor).items()}
+    return found
+
+
+@pytest.mark.parametrize("normalized", [True, False])
+def test_prediction_of_glm_equals_the_reference(host, randomize, normalized) -> None:
+    from transformers.modeling_layers import MtpLayer
+
+    keys = {key: value for key, value in SHAPE.items() if key != "num_experts"}
+    keys |= {"n_routed_experts": 8, "head_dim": 8, "use_qk_norm": normalized, "attention_bias": True}
+    config = transformers.Glm4MoeConfig(**keys, rms_norm_eps=1e-3, first_k_dense_replace=1)
+    theirs = transformers.Glm4MoeForCausalLM(config)
+    decoder = theirs.model.layers[2]
+    layer = MtpLayer(theirs.config, type(decoder), type(decoder.input_layernorm), 2)
+    randomize(theirs)
+    randomize(layer, seed=1)
+    places = torch.arange(LENGTH)[None]
+    rotary = theirs.model.rotary_emb(torch.zeros(1), places)
+    assert_same_prediction(
+        host,
+        theirs,
+        layer,
+        published_prediction,
+        lambda embedded, hidden: layer(embedded, hidden, rotary, causal(), places, None),
+        ("router.expert_bias",),
+    )
+
+
 @pytest.mark.parametrize("case", ["Qwen2", "Qwen3"])
 def test_balance_loss_and_its_gradient_equal_the_reference(host, randomize, case) -> None:
     kind, keys = CASES[case]
@@ -82,16 +117,32 @@ def test_presets_have_the_sizes_of_the_published_models(host) -> None:
         "qwen2-57b-a14b": shape("Qwen2Moe", 28, 3584, 28, 4, 18944, 2560, 64, shared_expert_intermediate_size=20480),
         "qwen3-30b-a3b": shape("Qwen3Moe", 48, 2048, 32, 4, 6144, 768, 128, head_dim=128),
         "qwen3-235b-a22b": shape("Qwen3Moe", 94, 4096, 64, 4, 12288, 1536, 128, head_dim=128),
+        "glm-4.5-air": glm_shape(46, 4096, 10944, 1408, 128, 1, use_qk_norm=False),
+        **dict.fromkeys(("glm-4.5", "glm-4.6", "glm-4.7"), glm_shape(92, 5120, 12288, 1536, 160, 3, use_qk_norm=True)),
     }
-    ref.assert_presets_match(host, "qwen_moe", shapes)
+    ref.assert_presets_match(host, "qwen_moe", shapes, "model.mtp_num_layers=0")
 
 
-@pytest.mark.parametrize(("preset", "total", "active"), [("qwen3-30b-a3b", 30.5, 3.3), ("qwen3-235b-a22b", 235, 22)])
+def glm_shape(layers, hidden, ffn, expert_ffn, experts, dense_layers, **keys):
+    fields = {"num_hidden_layers": layers, "hidden_size": hidden, "intermediate_size": ffn}
+    fields |= {"moe_intermediate_size": expert_ffn, "n_routed_experts": experts, "first_k_dense_replace": dense_layers}
+    fields |= {"num_attention_heads": 96, "head_dim": 128, "attention_bias": True, "vocab_size": 151552, **keys}
+    return transformers.Glm4MoeConfig, transformers.Glm4MoeForCausalLM, fields
+
+
+@pytest.mark.parametrize(
+    ("preset", "total", "active"),
+    [("qwen3-30b-a3b", 30.5, 3.3), ("qwen3-235b-a22b", 235, 22), ("glm-4.5-air", 106, 12), ("glm-4.5", 355, 32)],
+)
 def test_total_and_active_parameters_are_the_published_ones(host, preset, total, active) -> None:
-    model = dense.build_preset(host, preset)
+    """Z.ai counts weights of a token without the embedding and the LM head."""
+    model = dense.build_preset(host, preset, "model.mtp_num_layers=0")
     count = dense.parameter_count(model)
     assert count / 1e9 == pytest.approx(total, rel=0.01)
-    assert (count - inactive_parameters(model.config)) / 1e9 == pytest.approx(active, rel=0.02)
+    used = count - inactive_parameters(model.config)
+    if preset.startswith("glm"):
+        used -= 2 * model.config.vocab_size * model.config.hidden_size
+    assert used / 1e9 == pytest.approx(active, rel=0.02)
 
 
 def test_flops_are_those_of_the_chosen_and_the_shared_experts(build) -> None:

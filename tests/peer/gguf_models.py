@@ -101,6 +101,7 @@ MODELS: dict[str, dict[str, Any]] = {
             "moe_router_enable_expert_bias": True,
             "moe_layer_freq": "[0]+[1]*3",
         },
+        "mtp_num_layers": 1,
     },
     "gemma2": {
         "family": "gemma",
@@ -227,6 +228,7 @@ MODELS: dict[str, dict[str, Any]] = {
         "kv_channels": 32,
         "sliding_window": 8,
         "moe": {**BIASED, "moe_router_topk_scaling_factor": 2.5},
+        "mtp_num_layers": 1,
     },
     "seed_oss": {"family": "seed_oss", **GROUPED, "kv_channels": 32},
     "ernie4_5": {"family": "ernie4_5", **GROUPED, "kv_channels": 32},

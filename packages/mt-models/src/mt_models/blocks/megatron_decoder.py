@@ -178,6 +178,11 @@ def rotary_arguments(model: Any, parameters: Collection[str], kept: Mapping[str,
             f"model.attention_bias={model.attention_bias} with model.mlp_bias={model.mlp_bias} cannot be written as "
             "Megatron's arguments, where all linear layers have biases or none; they have to be equal"
         )
+    if getattr(model, "mtp_num_layers", 0):
+        raise ConfigError(
+            f"model.mtp_num_layers={model.mtp_num_layers} cannot be written as Megatron's arguments of this family, "
+            "which are read as a gpt; it can be 0"
+        )
     return {
         **decoder_arguments(model, parameters),
         "max_position_embeddings": model.max_position_embeddings,

@@ -65,6 +65,7 @@ A13B = {
 PRESETS: dict[str, dict[str, Any]] = {
     "hunyuan-0.5b": _hunyuan(24, 1024, 8, 4, 3584, 120818),
     "hunyuan-1.8b": _hunyuan(32, 2048, 16, 4, 6144, 120818),
+    "hunyuan-4b": _hunyuan(36, 3072, 32, 8, 8192, 120818),
     "hunyuan-7b": _hunyuan(32, 4096, 32, 8, 14336, 128167),
     "hunyuan-a13b": _hunyuan(32, 4096, 32, 8, 3072, 128167, moe=A13B),
 }

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from mt_core.name_map import NameMap
+from mt_core.name_map import NameMap, Rule, Same
 from mt_models.blocks.gguf_decoder import (
     DENSE,
     EXPERT_COUNTS,
@@ -17,6 +17,7 @@ from mt_models.blocks.gguf_decoder import (
     SharedGate,
     attention,
     decoder_map,
+    experts,
     mixed_feed_forward,
     norms,
     read_even_shape,
@@ -24,10 +25,11 @@ from mt_models.blocks.gguf_decoder import (
     tied_output,
     write_shape,
 )
+from mt_models.blocks.hugging_face_moe import renamed
 from mt_models.blocks.moe import MoEOptions
 from mt_models.gguf import External, GGUFArchitecture, GGUFFamily, Key, Metadata, require
 from mt_models.qwen_moe.config import QwenMoeConfig
-from mt_models.qwen_moe.glm4_moe import KIND, is_glm4_moe
+from mt_models.qwen_moe.glm4_moe import COUNT, KIND, is_glm4_moe
 
 
 def name_map(config: QwenMoeConfig) -> NameMap:
@@ -40,7 +42,26 @@ def name_map(config: QwenMoeConfig) -> NameMap:
     ]
     if MoEOptions(config)["moe_shared_expert_gate"]:
         layer.append(SharedGate(f"{OURS}mlp.shared_experts.gate_weight", f"{THEIRS}ffn_gate_inp_shexp.weight"))
-    return decoder_map(config, layer)
+    # Layers of multi-token prediction which a file counts follow the others.
+    last = config.num_layers + config.mtp_num_layers
+    unread = [f"blk.{last - 1}.nextn.{part}.weight" for part in ("embed_tokens", "shared_head_head")]
+    return decoder_map(config, [*layer, *_prediction_rules(config)], ignored=unread)
+
+
+def _prediction_rules(config: QwenMoeConfig) -> list[Rule]:
+    rules: list[Rule] = []
+    heads = norms(QK_NORMS) if config.qk_layernorm else []
+    inside = [*norms(NORMS_BEHIND_ATTENTION), *heads, *attention(config, bias=config.add_qkv_bias)]
+    for depth in range(config.mtp_num_layers):
+        number, own = config.num_layers + depth, f"mtp.layers.{depth}."
+        layer = [rule.for_layer(number) for rule in (*inside, *experts(MoEOptions(config)))]
+        rules += [Same(f"{own}{ours}.weight", f"blk.{number}.nextn.{name}.weight") for ours, name in PREDICTION.items()]
+        rules += [renamed(rule, OURS.replace("{i}", str(number)), f"{own}mtp_model_layer.") for rule in layer]
+    return rules
+
+
+PREDICTION = {"enorm": "enorm", "hnorm": "hnorm", "eh_proj": "eh_proj", "final_layernorm": "shared_head_norm"}
+PREDICTING = "nextn_predict_layers"
 
 
 def read_qwen2(metadata: Metadata) -> dict[str, Any]:
@@ -78,8 +99,11 @@ QWEN3 = GGUFArchitecture(
 def read_glm(metadata: Metadata) -> dict[str, Any]:
     shape = read_shape(metadata)
     rotated = metadata.get("rope.dimension_count", int) or shape["head_dim"]
+    predicted = metadata.get(PREDICTING, int) or 0
     return {
         **shape,
+        "num_hidden_layers": metadata.need("block_count", int) - predicted,
+        COUNT: predicted,
         "partial_rotary_factor": rotated / shape["head_dim"],
         "use_qk_norm": metadata.has_tensor("blk.0.attn_q_norm.weight"),
         "attention_bias": metadata.has_tensor("blk.0.attn_q.bias"),
@@ -90,8 +114,12 @@ def read_glm(metadata: Metadata) -> dict[str, Any]:
 def write_glm(external: External) -> dict[str, Any]:
     shape = write_shape(external)
     rotated = int(shape["attention.key_length"] * float(external.get("partial_rotary_factor", 1.0)))
-    norm = bool(external.get("norm_topk_prob", True))
-    return {**shape, "rope.dimension_count": rotated, "expert_gating_func": SIGMOID, "expert_weights_norm": norm}
+    norm, predicted = bool(external.get("norm_topk_prob", True)), int(external.get(COUNT) or 0)
+    values = {**shape, "rope.dimension_count": rotated, "expert_gating_func": SIGMOID, "expert_weights_norm": norm}
+    # Without the key a file has no such layers.
+    if predicted:
+        values |= {"block_count": external["num_hidden_layers"] + predicted, PREDICTING: predicted}
+    return values
 
 
 GLM4 = GGUFArchitecture(

@@ -32,7 +32,7 @@ from mt_models.blocks.moe import ANY, MoEConfigLike, MoEOptions, frequency_of
 from mt_models.hugging_face import IGNORED, NOT_A_CHOICE
 from mt_models.qwen_moe.config import QwenMoeConfig
 
-KIND = "glm4_moe"
+KIND, COUNT = "glm4_moe", "num_nextn_predict_layers"
 KEYS = (
     "n_routed_experts", "n_shared_experts", "num_experts_per_tok", "moe_intermediate_size", "n_group", "topk_group",
     "norm_topk_prob", "routed_scaling_factor", "first_k_dense_replace", "partial_rotary_factor", BIAS_KEY,
@@ -82,7 +82,6 @@ def export_extra(model: Mapping[str, Any]) -> dict[str, Any]:
         **export_rope(config),
         **export_moe(config, KIND),
         "partial_rotary_factor": config.rotary_percent,
-        "num_nextn_predict_layers": 0,
     }
 
 
@@ -113,17 +112,14 @@ GLM4_MOE = ConfigMap(
         Field("head_dim", "kv_channels"),
         Field("attention_bias", "add_qkv_bias", default=False),
         Field("use_qk_norm", "qk_layernorm", default=False),
+        Field(COUNT, "mtp_num_layers", import_value=lambda count: int(count or 0), default=0),
     ),
     fixed=(SILU, Fixed("moe_layer_freq", (1,)), *NOT_A_CHOICE),
     ignored={
         **IGNORED,
         **MOE_IGNORED,
-        **dict.fromkeys(
-            ("num_nextn_predict_layers", "num_mtp_layers"),
-            "how many layers predict further tokens, which the class has not; their tensors are refused by name",
-        ),
     },
-    spellings={"num_local_experts": "n_routed_experts"},
+    spellings={"num_local_experts": "n_routed_experts", "num_mtp_layers": COUNT},
     import_extra=import_extra,
     import_extra_keys=(*ROPE_KEYS, *KEYS),
     export_extra=export_extra,

@@ -3,7 +3,7 @@ GLM-4.5's."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 from mt_core.config_map import ConfigMap, Field, Fixed
@@ -27,11 +27,13 @@ from mt_models.blocks.hugging_face_moe import (
     MOE_IGNORED,
     SILU,
     ExpertNames,
+    expert_rules,
     export_balance,
     import_balance,
     mixed_feed_forward_rules,
 )
 from mt_models.blocks.moe import ANY, MoEOptions, frequency_of
+from mt_models.deepseek import hugging_face as deepseek
 from mt_models.hugging_face import IGNORED, NOT_A_CHOICE, HuggingFaceFamily, require_value, tied_output
 from mt_models.qwen_moe.config import QwenMoeConfig
 from mt_models.qwen_moe.glm4_moe import GLM4_MOE, KIND, is_glm4_moe
@@ -48,19 +50,34 @@ WINDOWS = {
 
 
 def name_map(config: QwenMoeConfig) -> NameMap:
-    layer = [
-        *norm_rules(PRE_NORMS),
-        *(norm_rules(QK_NORMS) if config.qk_layernorm else ()),
-        *attention_rules(config, qkv_bias=config.add_qkv_bias),
-        *_feed_forward_rules(config),
-    ]
-    return decoder_name_map(config, layer)
+    glm = is_glm4_moe(config.moe)
+    experts = (
+        mixed_feed_forward_rules(config, ExpertNames(), always_biased=True)
+        if glm
+        else mixed_feed_forward_rules(config, NAMES)
+    )
+    predicted = deepseek.prediction_rules(config, _predicted_rules) if glm else []
+    names = decoder_name_map(config, [*_attention_rules(config), *experts, *predicted])
+    return NameMap(names.rules, 0, names.ignored | (deepseek.unread_prediction(config) if glm else frozenset()))
 
 
-def _feed_forward_rules(config: QwenMoeConfig) -> list[Rule]:
-    if is_glm4_moe(config.moe):
-        return mixed_feed_forward_rules(config, ExpertNames(), always_biased=True)
-    return mixed_feed_forward_rules(config, NAMES)
+def _attention_rules(config: QwenMoeConfig) -> list[Rule]:
+    """The rules of attention, and of the norms of a layer."""
+    heads = norm_rules(QK_NORMS) if config.qk_layernorm else []
+    return [*norm_rules(PRE_NORMS), *heads, *attention_rules(config, qkv_bias=config.add_qkv_bias)]
+
+
+def _predicted_rules(config: QwenMoeConfig, number: int) -> list[Rule]:
+    """Rules of a layer of multi-token prediction, which has experts."""
+    experts = expert_rules(MoEOptions(config), ExpertNames(), always_biased=True)
+    return [rule.for_layer(number) for rule in (*_attention_rules(config), *experts)]
+
+
+def held(external: Mapping[str, Any], names: Iterable[str]) -> Mapping[str, Any]:
+    """Without layers of multi-token prediction where a file has none."""
+    if external.get("model_type") != KIND:
+        return external
+    return deepseek.held({"num_hidden_layers": 46, **external}, names)
 
 
 def model_type_of(config: QwenMoeConfig) -> str:
@@ -144,6 +161,7 @@ def qwen2_export_extra(model: Mapping[str, Any]) -> dict[str, Any]:
     config = QwenMoeConfig.model_validate(model)
     moe = MoEOptions(config)
     require_value(config, "rotary_percent", (1.0,), "qwen2_moe")
+    require_value(config, "mtp_num_layers", (0,), "qwen2_moe")
     allowed = {**BOTH, "moe_shared_expert_intermediate_size": ANY, "moe_shared_expert_gate": (True,)}
     if moe.shared_size is None:
         raise ConfigError(
@@ -161,6 +179,7 @@ def qwen2_export_extra(model: Mapping[str, Any]) -> dict[str, Any]:
 def qwen3_export_extra(model: Mapping[str, Any]) -> dict[str, Any]:
     config = QwenMoeConfig.model_validate(model)
     require_value(config, "rotary_percent", (1.0,), "qwen3_moe")
+    require_value(config, "mtp_num_layers", (0,), "qwen3_moe")
     MoEOptions(config).require("qwen3_moe", **BOTH)
     if config.add_qkv_bias:
         raise ConfigError("model.add_qkv_bias=true cannot be written as a Hugging Face qwen3_moe; it can be false")
@@ -206,6 +225,7 @@ HUGGING_FACE = HuggingFaceFamily(
     name_map=name_map,
     model_type_of=model_type_of,
     copies=tied_output,
+    held=held,
     architectures={
         "qwen2_moe": "Qwen2MoeForCausalLM",
         "qwen3_moe": "Qwen3MoeForCausalLM",
