@@ -62,18 +62,18 @@ ADAPTER_SETS = Kind("adapter_sets", "a set of adapters", AdapterSetSpec, "mt-tun
 
 def build_adapter_set(model: Any, config: Any, ctx: Any, host: PluginHost) -> AdapterSet:
     """Set of adapters of the distribution that registers one. Raises PluginError without it."""
-    found: AdapterSet = host[ADAPTER_SETS].get("peft", asker="--adapter").build.load()(model, config, ctx, host)
-    return found
+    adapters: AdapterSet = host[ADAPTER_SETS].get("peft", asker="--adapter").build.load()(model, config, ctx, host)
+    return adapters
 
 
-def named_folders(given: Sequence[str]) -> dict[str, Path]:
+def named_folders(texts: Sequence[str]) -> dict[str, Path]:
     """NAME=DIR of the command line. Raises ConfigError for another form and for a name that is given twice."""
-    found: dict[str, Path] = {}
-    for text in given:
+    folders: dict[str, Path] = {}
+    for text in texts:
         name, separator, folder = text.partition("=")
         if not separator or not name or not folder:
             raise ConfigError(f"--adapter {text}: give the name in requests and the folder, as NAME=DIR")
-        if name in found:
+        if name in folders:
             raise ConfigError(f"--adapter {text}: there is an adapter {name} already")
-        found[name] = Path(folder)
-    return found
+        folders[name] = Path(folder)
+    return folders

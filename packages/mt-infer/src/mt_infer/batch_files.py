@@ -51,7 +51,7 @@ class Line:
         kept = {key: value for key, value in self.values.items() if key not in (*SAMPLING_KEYS, *ANSWERED)}
         if self.error is not None:
             return {**kept, "error": f"line {self.number + 1}: {self.error}"}
-        return {**kept, "completions": [_completion(one) for one in completions]}
+        return {**kept, "completions": [_completion(completion) for completion in completions]}
 
 
 @dataclass(frozen=True)
@@ -120,11 +120,13 @@ def _write(
     # In the order of the input, although requests end in any order: the count of lines is the only record of progress.
     for answered in answered_in_order(generator, lines, partial(_submit, generator, sampling=sampling)):
         line = answered.item
-        line.error = line.error or next((one.error for one in answered.completions if one.error), None)
+        line.error = line.error or next(
+            (completion.error for completion in answered.completions if completion.error), None
+        )
         out.write(json.dumps(line.as_record(answered.completions), ensure_ascii=False) + "\n")
         # To the operating system: a killed process loses nothing that was answered.
         out.flush()
-        tokens = sum(len(one.tokens) for one in answered.completions)
+        tokens = sum(len(completion.tokens) for completion in answered.completions)
         failed = progress.failed + (line.error is not None)
         progress = Progress(progress.lines + 1, failed, progress.tokens + tokens)
         on_progress(progress)
@@ -142,10 +144,10 @@ def _submit(generator: TextGenerator, line: Line, sampling: SamplingParameters) 
     if line.error is not None:
         return None
     try:
-        own = _sampling_of(line, sampling)
-        prompt, inputs = with_neighbors(generator, _prompt_of(line), line.values, own.max_tokens)
+        line_sampling = _sampling_of(line, sampling)
+        prompt, inputs = with_neighbors(generator, _prompt_of(line), line.values, line_sampling.max_tokens)
         # n, not the number that best_of generates: completions are reported for n.
-        return generator.submit(prompt, own, inputs), own.n
+        return generator.submit(prompt, line_sampling, inputs), line_sampling.n
     # Whatever a line can cause (types of JSON, nesting, the tokenizer): an error in its own line of the output, not an
     # end of the file.
     except (MtError, TypeError, ValueError, RecursionError) as error:
@@ -155,33 +157,33 @@ def _submit(generator: TextGenerator, line: Line, sampling: SamplingParameters) 
 
 def _prompt_of(line: Line) -> Prompt:
     """Raises ConfigError for a line without a prompt, or with two."""
-    given = [key for key in (PROMPT, TOKENS) if key in line.values]
-    if len(given) != 1:
-        found = ", ".join(line.values) or "nothing"
-        raise ConfigError(f'a line has either "{PROMPT}" (a text) or "{TOKENS}" (ids); this one has {found}')
-    value = line.values[given[0]]
-    if given[0] == PROMPT and not isinstance(value, str):
+    present = [key for key in (PROMPT, TOKENS) if key in line.values]
+    if len(present) != 1:
+        listed = ", ".join(line.values) or "nothing"
+        raise ConfigError(f'a line has either "{PROMPT}" (a text) or "{TOKENS}" (ids); this one has {listed}')
+    value = line.values[present[0]]
+    if present[0] == PROMPT and not isinstance(value, str):
         raise ConfigError(f'"{PROMPT}" is {json.dumps(value)[:40]}; it must be a text')
     is_ids = isinstance(value, list) and all(is_integer(token) for token in value)
-    if given[0] == TOKENS and not is_ids:
+    if present[0] == TOKENS and not is_ids:
         raise ConfigError(f'"{TOKENS}" must be a list of ids')
     return value
 
 
 def _sampling_of(line: Line, sampling: SamplingParameters) -> SamplingParameters:
-    own = {key: value for key, value in line.values.items() if key in SAMPLING_KEYS}
-    if "seed" not in own and sampling.seed is not None:
+    values = {key: value for key, value in line.values.items() if key in SAMPLING_KEYS}
+    if "seed" not in values and sampling.seed is not None:
         # Equal prompts of one file get different texts, the same in every run.
-        own["seed"] = request_seed(sampling.seed, line.number)
-    return replace(sampling, **own)
+        values["seed"] = request_seed(sampling.seed, line.number)
+    return replace(sampling, **values)
 
 
 def _completion(done: Completion) -> dict[str, Any]:
     record = {"text": done.text, "tokens": len(done.tokens), "finish_reason": done.finish and done.finish.value}
     if done.logprobs:
-        record |= {"token_ids": done.tokens, "logprobs": [asdict(one) for one in done.logprobs]}
+        record |= {"token_ids": done.tokens, "logprobs": [asdict(entry) for entry in done.logprobs]}
     if done.prompt_logprobs is not None:
-        record["prompt_logprobs"] = [one and asdict(one) for one in done.prompt_logprobs]
+        record["prompt_logprobs"] = [entry and asdict(entry) for entry in done.prompt_logprobs]
     return record if done.score is None else {**record, "score": done.score}
 
 

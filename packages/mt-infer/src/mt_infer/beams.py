@@ -109,8 +109,8 @@ def _children(
     """The sequences that are continued: of each parent first itself, then copies. False: there was no room for some."""
     children: list[RunningSequence] = []
     has_memory = True
-    for one in following:
-        parent = before[one.parent]
+    for continuation in following:
+        parent = before[continuation.parent]
         if parent not in children:
             children.append(parent)
             continue
@@ -155,7 +155,7 @@ def _events(group: BeamGroup) -> Iterator[TokenEvent]:
 def _events_of(request: int, index: int, done: Hypothesis) -> Iterator[TokenEvent]:
     # All but the last token are plain events; the last one carries the end and the score.
     *tokens, last = done.tokens
-    every: list[LogProbs | None] = [_logprobs(one) for one in done.scored]
+    every: list[LogProbs | None] = [_logprobs(scored_token) for scored_token in done.scored]
     *logprobs, last_logprobs = every or [None] * len(done.tokens)
     yield from (TokenEvent(request, index, *token) for token in zip(tokens, logprobs, strict=True))
     finish = FinishReason.LENGTH if done.end == "limit" else FinishReason.STOP

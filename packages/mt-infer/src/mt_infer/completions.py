@@ -77,7 +77,7 @@ class BestOf:
         if not all(events and events[-1].finish is not None for events in self._events):
             return []
         best = sorted(self._events, key=_rank, reverse=True)[: self.sampling.n]
-        return [one for index, events in enumerate(best) for one in self._renumbered(events, index)]
+        return [renumbered for index, events in enumerate(best) for renumbered in self._renumbered(events, index)]
 
     def _renumbered(self, events: Sequence[TextEvent], index: int) -> Iterator[TextEvent]:
         for event in events:

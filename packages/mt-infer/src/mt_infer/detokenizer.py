@@ -63,9 +63,9 @@ class Detokenizer:
         self.text += fresh
         self._decoded = len(self._ids)
         # The earliest in the text wins, whatever the order of `stop`.
-        found = [(place, stop) for stop in self.stop if (place := self._find(stop, before)) >= 0]
-        if found:
-            place, self.stopped_by = min(found)
+        matches = [(place, stop) for stop in self.stop if (place := self._find(stop, before)) >= 0]
+        if matches:
+            place, self.stopped_by = min(matches)
             self.text = self.text[:place]
 
     def _find(self, stop: str, before: int) -> int:

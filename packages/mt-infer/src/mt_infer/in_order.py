@@ -29,7 +29,7 @@ class Answered(Generic[ItemT]):
 
     @property
     def is_done(self) -> bool:
-        return all(one.finish is not None for one in self.completions)
+        return all(completion.finish is not None for completion in self.completions)
 
 
 def answered_in_order(
@@ -67,9 +67,9 @@ def answered_in_order(
 
 def _step(generator: TextGenerator, running: dict[int, Answered[ItemT]]) -> None:
     for event in generator.step():
-        own = running[event.request]
-        own.completions[event.index].add(event)
-        if own.is_done:
+        answered = running[event.request]
+        answered.completions[event.index].add(event)
+        if answered.is_done:
             del running[event.request]
 
 
@@ -77,4 +77,4 @@ def complete(generator: TextGenerator, requests: Iterable[Request]) -> Iterator[
     """The completion of each request of one sequence, in order. Raises ConfigError for one that cannot be served, or
     that ends with an error."""
     answered = answered_in_order(generator, requests, lambda request: (generator.submit(*request), 1))
-    return (one.completions[0].require_complete() for one in answered)
+    return (answer.completions[0].require_complete() for answer in answered)

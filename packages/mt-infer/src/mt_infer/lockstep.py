@@ -203,12 +203,12 @@ class LockstepEngine:
             return events
         # Ranks of tp and pp have the same events: from_last_stage gave them to all.
         is_first = self.ctx.tp.rank == 0 and self.ctx.pp.rank == 0
-        own = _Gathered(self.ctx.dp.rank, events, self.engine.statistics) if is_first else None
+        local = _Gathered(self.ctx.dp.rank, events, self.engine.statistics) if is_first else None
         everyone: list[_Gathered | None] = [None] * self.ctx.world.size
-        dist.gather_object(own, everyone if dist.get_rank() == 0 else None)
-        found = sorted((one for one in everyone if one is not None), key=lambda one: one.replica)
-        self._of_replicas = [one.statistics for one in found]
-        return [event for one in found for event in one.events]
+        dist.gather_object(local, everyone if dist.get_rank() == 0 else None)
+        parts = sorted((part for part in everyone if part is not None), key=lambda part: part.replica)
+        self._of_replicas = [part.statistics for part in parts]
+        return [event for part in parts for event in part.events]
 
     def _ended(self, request: int, index: int) -> None:
         """One sequence of the request has ended."""

@@ -59,11 +59,11 @@ class PassTimes:
                 return logits(*arguments)
             self._is_running, end = True, self._begin()
             try:
-                found = logits(*arguments)
+                output = logits(*arguments)
             finally:
                 self._is_running = False
             self.passes.append(end())
-            return found
+            return output
 
         return timed
 
@@ -126,11 +126,11 @@ class LoadResult:
 
     @property
     def tokens_per_second(self) -> float:
-        return sum(len(one.tokens) for one in self.requests) / self.seconds
+        return sum(len(request.tokens) for request in self.requests) / self.seconds
 
     def percentiles(self, values: Callable[[Served], Sequence[float]]) -> dict[int, float]:
         """Percentile -> seconds, over all values of all requests."""
-        every = sorted(value for one in self.requests for value in values(one))
+        every = sorted(value for request in self.requests for value in values(request))
         return {share: every[min(len(every) * share // 100, len(every) - 1)] for share in PERCENTILES} if every else {}
 
 
@@ -153,7 +153,7 @@ def run_load(
     engine.weights_changed()
     # Greedy and without an end: the work does not depend on what is sampled.
     sampling = SamplingParameters(temperature=0.0, max_tokens=max_tokens, ignore_eod=True)
-    waiting = sorted(zip(times, prompts, strict=True), key=lambda one: one[0])
+    waiting = sorted(zip(times, prompts, strict=True), key=lambda pair: pair[0])
     running: dict[int, Served] = {}
     idle = 0.0  # seconds without requests
     done: list[Served] = []
@@ -170,9 +170,9 @@ def run_load(
                 idle += max(waiting[0][0] - now, 0.0)
                 continue
             for event in generator.step():
-                one = running[event.request]
+                served = running[event.request]
                 if event.token is not None:
-                    one.tokens.append(time.perf_counter() - started)
+                    served.tokens.append(time.perf_counter() - started)
                 if event.finish is not None:
                     done.append(running.pop(event.request))
         seconds = time.perf_counter() - started

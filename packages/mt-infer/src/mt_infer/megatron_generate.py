@@ -58,9 +58,11 @@ def megatron_generate(
         }
     else:
         sampling["temperature"] = 0.0
-    found = generator.generate(prompts, SamplingParameters(**sampling))
+    completions = generator.generate(prompts, SamplingParameters(**sampling))
     rows = [
-        [*prompt, *one.require_complete().tokens] for prompt, own in zip(prompts, found, strict=True) for one in own
+        [*prompt, *completion.require_complete().tokens]
+        for prompt, several in zip(prompts, completions, strict=True)
+        for completion in several
     ]
     return _filled(rows, generator.tokenizer.special.eod or 0)
 

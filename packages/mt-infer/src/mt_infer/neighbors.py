@@ -34,17 +34,17 @@ def with_neighbors(
 
     Raises ConfigError for a line with both keys, or with something else than texts under one.
     """
-    given = [key for key in (NEIGHBORS, PASSAGES) if key in values]
-    if not given or NAMES[0] not in generator.prompts.conditioned_by:
+    present = [key for key in (NEIGHBORS, PASSAGES) if key in values]
+    if not present or NAMES[0] not in generator.prompts.conditioned_by:
         return prompt, {}
-    if len(given) > 1:
+    if len(present) > 1:
         raise ConfigError(f'a line has either "{NEIGHBORS}" (of each chunk) or "{PASSAGES}" (of every chunk), not both')
     model = generator.config.model
     shape = NeighborShape(model.retro_chunk_length, model.retro_num_neighbors, model.retrieved_length)  # type: ignore[attr-defined]
     encode = bare_encoder(generator.tokenizer)
-    if given == [NEIGHBORS]:
+    if present == [NEIGHBORS]:
         # One (tokens [K, r], mask [K, r]) for each chunk.
-        chunks = [shape.tokens(_texts(own, NEIGHBORS), encode) for own in _list(values[NEIGHBORS], NEIGHBORS)]
+        chunks = [shape.tokens(_texts(passages, NEIGHBORS), encode) for passages in _list(values[NEIGHBORS], NEIGHBORS)]
         return prompt, _inputs([tokens for tokens, _ in chunks], [mask for _, mask in chunks])
     filler = filler_of(generator.tokenizer, shape.chunk_length)
     # Instruction tuning encodes prompts without BOS.
@@ -52,8 +52,8 @@ def with_neighbors(
     ids = filled_up(text or generator.prompt_tokens(prompt), shape.chunk_length, filler)
     # Also of chunks that are still to be generated: neighbours are given once, with the request.
     positions = generator.longest if max_tokens is None else min(len(ids) + max_tokens, generator.longest)
-    found = shape.tokens(_texts(values[PASSAGES], PASSAGES), encode)
-    return ids, _inputs(*[list(shape.of_every_chunk(part, positions)) for part in found])
+    neighbors = shape.tokens(_texts(values[PASSAGES], PASSAGES), encode)
+    return ids, _inputs(*[list(shape.of_every_chunk(part, positions)) for part in neighbors])
 
 
 def _inputs(*parts: Sequence[NDArray[np.int64]]) -> dict[str, Tensor]:

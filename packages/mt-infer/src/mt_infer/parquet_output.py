@@ -89,18 +89,18 @@ def kind_of(value: Any, depth: int = 0) -> Kind:
     return TEXT
 
 
-def common(one: Kind, other: Kind) -> Kind:
+def common(first: Kind, other: Kind) -> Kind:
     """What values of both kinds have in common."""
-    if one is None or one == other:
+    if first is None or first == other:
         return other
     if other is None:
-        return one
-    if isinstance(one, ListOf) and isinstance(other, ListOf):
-        return ListOf(common(one.entries, other.entries))
-    if isinstance(one, dict) and isinstance(other, dict):
+        return first
+    if isinstance(first, ListOf) and isinstance(other, ListOf):
+        return ListOf(common(first.entries, other.entries))
+    if isinstance(first, dict) and isinstance(other, dict):
         # Fields of a struct are the union of the keys.
-        return {key: common(one.get(key), other.get(key)) for key in one | other}
-    pair = (one, other)
+        return {key: common(first.get(key), other.get(key)) for key in first | other}
+    pair = (first, other)
     if MIXED not in pair and all(kind in (INT, LONG, FLOAT) for kind in pair):
         return LONG if FLOAT not in pair else FLOAT if LONG not in pair else MIXED
     return MIXED

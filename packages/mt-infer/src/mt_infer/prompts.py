@@ -115,8 +115,8 @@ class PromptEncoder:
             if IMAGE_GRIDS in inputs:
                 grids = inputs[IMAGE_GRIDS].tolist()
             times = [grid[2] for grid in grids if len(grid) > 2]
-            found = [Grid(*grid[:2]) for grid in grids]
-            return self.with_images(prompt, found, microseconds=times, samples=samples), inputs
+            sizes = [Grid(*grid[:2]) for grid in grids]
+            return self.with_images(prompt, sizes, microseconds=times, samples=samples), inputs
         return self.tokens(prompt), inputs
 
     def tokens(self, prompt: Prompt) -> list[int]:
@@ -196,8 +196,8 @@ class PromptEncoder:
         ids = np.where(tokens == IMAGE, self.model.image_token_index, tokens)
         if self.takes_sounds:
             ids = np.where(tokens == SOUND, self.model.audio_token_index, ids)
-        found: list[int] = ids.tolist()
-        return found
+        listed: list[int] = ids.tolist()
+        return listed
 
     def with_pictures(
         self,
@@ -322,8 +322,8 @@ def image_data(config: Config) -> ImageTextDataConfig:
     if not isinstance(data, ImageDataConfig):
         return ImageTextDataConfig.model_validate(model.image_data_keys)
     sizes = {key: model.image_data_keys[key] for key in ImageTextKeys.model_fields if key in model.image_data_keys}
-    own = {key: getattr(data, key) for key in (*sizes, *COLOURS) if hasattr(data, key)}
-    return ImageTextDataConfig.model_validate(sizes | own)
+    data_keys = {key: getattr(data, key) for key in (*sizes, *COLOURS) if hasattr(data, key)}
+    return ImageTextDataConfig.model_validate(sizes | data_keys)
 
 
 def read_images(files: Sequence[ImageFile], data: ImageTextDataConfig, *, videos: bool = False) -> list[ImageViews]:
@@ -355,12 +355,12 @@ def read_video(path: Path, data: ImageTextDataConfig) -> ImageViews:
 
 def views_of(images: Iterable[NDArray[np.uint8]], data: ImageTextDataConfig) -> list[ImageViews]:
     """Views of images uint8 [height, width, 3]."""
-    tiling, found = data.tiling, []
+    tiling, image_views = data.tiling, []
     for image in images:
         grid = tiling.grid(*image.shape[:2])
         views = [torch.from_numpy(as_input(view, data)) for view in tiling.views(image, grid)]
-        found.append(ImageViews(torch.stack(views), grid))
-    return found
+        image_views.append(ImageViews(torch.stack(views), grid))
+    return image_views
 
 
 def all_views(images: Sequence[ImageViews]) -> Tensor:

@@ -157,7 +157,7 @@ class RecordedStep(TorchDispatchMode):
 
 
 def _is_in(tensor: Tensor, tensors: Sequence[Tensor]) -> bool:
-    return any(tensor is one for one in tensors)
+    return any(tensor is other for other in tensors)
 
 
 def _calls_of(step: Step, packs: PackedWeights) -> Iterator[Callable[[], object]]:
@@ -168,8 +168,8 @@ def _calls_of(step: Step, packs: PackedWeights) -> Iterator[Callable[[], object]
         yield from calls
     elif call in OUT_VARIANTS:
         into = OUT_VARIANTS[call]
-        (own,) = out
-        yield lambda: into(*args, **kwargs, out=own)
+        (target,) = out
+        yield lambda: into(*args, **kwargs, out=target)
     else:
         yield lambda: _put(out, call(*args, **kwargs))
 
@@ -179,14 +179,14 @@ def _linear(
 ) -> list[Callable[[], object]]:
     if type(weight) is not torch.nn.Parameter and type(weight) is not Tensor:
         return []  # multiplied by its own function
-    rows, own, columns = x.reshape(-1, x.shape[-1]), out.view(-1, out.shape[-1]), weight.t()
+    rows, target, columns = x.reshape(-1, x.shape[-1]), out.view(-1, out.shape[-1]), weight.t()
     if rows.untyped_storage().data_ptr() != x.untyped_storage().data_ptr():
         return []
     if len(rows) >= PACKED_ROWS and (packed := packs.of(weight)) is not None:
-        return [lambda: own.copy_(packed_linear(rows, packed, bias))]
+        return [lambda: target.copy_(packed_linear(rows, packed, bias))]
     if bias is None:
-        return [lambda: aten.mm.out(rows, columns, out=own)]
-    return [lambda: aten.addmm.out(bias, rows, columns, out=own)]
+        return [lambda: aten.mm.out(rows, columns, out=target)]
+    return [lambda: aten.addmm.out(bias, rows, columns, out=target)]
 
 
 def _rms_norm(
@@ -225,8 +225,8 @@ EXPANSIONS: dict[Any, Callable[..., list[Callable[[], object]]]] = {
 
 
 def _put(out: tuple[Tensor, ...], values: Any) -> None:
-    for own, new in zip(out, (leaf for leaf in tree_leaves(values) if isinstance(leaf, Tensor)), strict=True):
-        own.copy_(new)
+    for target, new in zip(out, (leaf for leaf in tree_leaves(values) if isinstance(leaf, Tensor)), strict=True):
+        target.copy_(new)
 
 
 def place_by_lifetime(lives: dict[int, tuple[int, int]], sizes: dict[int, int]) -> tuple[dict[int, int], int]:
@@ -235,7 +235,7 @@ def place_by_lifetime(lives: dict[int, tuple[int, int]], sizes: dict[int, int]) 
     lives: first and last step of each block, both included. First fit, in the order of their beginnings.
     """
     starts: dict[int, int] = {}
-    for block in sorted(lives, key=lambda one: lives[one]):
+    for block in sorted(lives, key=lambda number: lives[number]):
         first, _ = lives[block]
         taken = sorted((starts[other], starts[other] + sizes[other]) for other in starts if lives[other][1] >= first)
         start = 0

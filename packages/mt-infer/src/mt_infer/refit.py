@@ -53,7 +53,7 @@ class Refit:
         # A function: the trainer's tensors are looked up at each call, while their slices, and so the plan, stay the
         # same.
         self._sources = partial(_trained_fragments, weights, layouts, ctx)
-        self._targets = {fragment_key(one): one for one in _fragments(model, own_ctx)}
+        self._targets = {fragment_key(fragment): fragment for fragment in _fragments(model, own_ctx)}
         # Made once from what all ranks have: each rank derives its sends and receives from it, without further
         # agreement.
         self._copies = plan_copies(
@@ -121,12 +121,14 @@ def _copies_of(name: str, sources: list[Slices], targets: list[Slices]) -> Itera
         for tensor_slice in wanted.get(name, ()):
             # Prefer what the rank has itself.
             owners = {**first_owner, **dict.fromkeys(sources[target].get(name, ()), target)}
-            found = [(rank, common) for held, rank in owners.items() if (common := tensor_slice.meet(held)) is not None]
+            overlaps = [
+                (rank, common) for held, rank in owners.items() if (common := tensor_slice.meet(held)) is not None
+            ]
             # Slices of one weight are equal or disjoint among the trainer's ranks, so that sizes add up to a full
             # cover.
-            if sum(common.numel for _, common in found) != tensor_slice.numel:
+            if sum(common.numel for _, common in overlaps) != tensor_slice.numel:
                 raise ValueError(f"no ranks of the trainer have all of {name}: their model is another")
-            yield from (Copy(name, common, rank, target) for rank, common in found)
+            yield from (Copy(name, common, rank, target) for rank, common in overlaps)
 
 
 def _trained_fragments(
@@ -146,10 +148,10 @@ def _fragments(model: nn.Module, ctx: ParallelContext) -> Iterator[Fragment]:
 
 
 def _slices(fragments: Iterable[Fragment]) -> Slices:
-    found: dict[str, tuple[TensorSlice, ...]] = {}
+    slices: dict[str, tuple[TensorSlice, ...]] = {}
     for fragment in fragments:
-        found[fragment.name] = (*found.get(fragment.name, ()), fragment.tensor_slice)
-    return found
+        slices[fragment.name] = (*slices.get(fragment.name, ()), fragment.tensor_slice)
+    return slices
 
 
 def _part(fragments: list[Fragment], tensor_slice: TensorSlice) -> Tensor:
@@ -161,11 +163,11 @@ def _part(fragments: list[Fragment], tensor_slice: TensorSlice) -> Tensor:
     raise AssertionError(f"{tensor_slice} is in no fragment")
 
 
-def _of_all_ranks(own: Slices) -> list[Slices]:
+def _of_all_ranks(local: Slices) -> list[Slices]:
     if not dist.is_initialized():
-        return [own]
+        return [local]
     everyone: list[Slices | None] = [None] * dist.get_world_size()
-    dist.all_gather_object(everyone, own)
+    dist.all_gather_object(everyone, local)
     return [held or {} for held in everyone]
 
 

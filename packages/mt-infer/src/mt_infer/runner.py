@@ -115,7 +115,7 @@ class ModelRunner:
             return error
         everyone: list[str | None] = [None] * axis.size
         dist.all_gather_object(everyone, error, group=axis.group)
-        return next((one for one in everyone if one is not None), None)
+        return next((message for message in everyone if message is not None), None)
 
     def _encoded(
         self, placed: PlacedStages, run: Callable[[Stage, Any], Tensor], key: Hashable

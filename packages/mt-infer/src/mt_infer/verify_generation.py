@@ -95,7 +95,7 @@ def compare_ways(
     """
     sampling = SamplingParameters(temperature=1.0, max_tokens=max_tokens, seed=seed, logprobs=0, prompt_logprobs=0)
     max_model_len = max(map(len, prompts)) + max_tokens
-    found: list[Difference] = []
+    differences: list[Difference] = []
     first: list[Outcome] = []
     # An engine for each way: its options decide the cache and the batches. The model and its weights are the same.
     for name, options, one_by_one in ways(
@@ -114,27 +114,27 @@ def compare_ways(
         outcomes = _serve(LockstepEngine(engine), prompts, sampling, one_by_one=one_by_one)
         require_finite(name, outcomes)
         first = first or outcomes
-        found.append(compare(name, outcomes, first, prompts))
+        differences.append(compare(name, outcomes, first, prompts))
     # Every rank takes part in the forward pass, and rank 0 alone has the tokens.
     sampled = _shared(first)
     name, scored = "training's forward pass", _trained(trained, placed, prompts, sampled)
     require_finite(name, scored)
-    found.append(compare(name, scored, sampled, prompts))
-    return found[1:]
+    differences.append(compare(name, scored, sampled, prompts))
+    return differences[1:]
 
 
 def compare(
-    way: str, found: Sequence[Outcome], expected: Sequence[Outcome], prompts: Sequence[Sequence[int]]
+    way: str, outcomes: Sequence[Outcome], expected: Sequence[Outcome], prompts: Sequence[Sequence[int]]
 ) -> Difference:
     result = Difference(way)
-    for number, (own, other) in enumerate(zip(found, expected, strict=True)):
+    for number, (outcome, other) in enumerate(zip(outcomes, expected, strict=True)):
         # Behind the first token that differs, the contexts differ, and probabilities cannot be compared.
-        same = _common(own.tokens, other.tokens)
+        same = _common(outcome.tokens, other.tokens)
         # Log-probabilities start with the prompt's second token.
         count = len(prompts[number]) - 1 + same
-        pairs = list(zip(own.logprobs[:count], other.logprobs[:count], strict=True))
+        pairs = list(zip(outcome.logprobs[:count], other.logprobs[:count], strict=True))
         off = max((abs(mine - theirs) for mine, theirs in pairs), default=0.0)
-        differs = own.tokens != other.tokens
+        differs = outcome.tokens != other.tokens
         # Exactly: batch invariance promises the same bits.
         place = next((place for place, (mine, theirs) in enumerate(pairs, 1) if mine != theirs), None)
         if place is None and differs:
@@ -181,9 +181,9 @@ def _run(engine: LockstepEngine, prompts: Sequence[Sequence[int]], sampling: Sam
         if (error := events[number][-1].error) is not None:
             raise CheckpointError(error)
         prompt = next(event.prompt_logprobs for event in events[number] if event.prompt_logprobs is not None)
-        own = [event.logprobs.token for event in events[number] if event.logprobs is not None]
+        logprobs = [event.logprobs.token for event in events[number] if event.logprobs is not None]
         tokens = tuple(event.token for event in events[number] if event.token is not None)
-        yield Outcome(tokens, (*(one.token for one in prompt if one is not None), *own))
+        yield Outcome(tokens, (*(entry.token for entry in prompt if entry is not None), *logprobs))
 
 
 def _trained(
@@ -194,7 +194,7 @@ def _trained(
     loss = build_cross_entropy(config, ctx)
     passes = build_forward_backward(config, ctx, model, Fp32Weights(model), trained.stages, loss, None, None)
     last = 0 if placed is None else placed.ranks[-1]
-    found = []
+    computed = []
     for prompt, outcome in zip(prompts, outcomes, strict=True):
         tokens = torch.tensor([[*prompt, *outcome.tokens]], device=ctx.device)
         losses: list[list[float]] = []
@@ -207,8 +207,8 @@ def _trained(
         passes.forward([batch], keep)
         # [S - 1]: the negative log-probability of each token but the first. Ranks before the last stage have none.
         (negative,) = from_stage_rank(losses, last, ctx)
-        found.append(Outcome(outcome.tokens, tuple(-value for value in negative)))
-    return found
+        computed.append(Outcome(outcome.tokens, tuple(-value for value in negative)))
+    return computed
 
 
 def _shared(outcomes: list[Outcome]) -> list[Outcome]:
@@ -220,9 +220,11 @@ def _shared(outcomes: list[Outcome]) -> list[Outcome]:
     return box[0]
 
 
-def _common(own: Sequence[int], other: Sequence[int]) -> int:
+def _common(tokens: Sequence[int], other: Sequence[int]) -> int:
     """Number of leading tokens that are the same."""
-    return next((n for n, (a, b) in enumerate(zip(own, other, strict=False)) if a != b), min(len(own), len(other)))
+    return next(
+        (n for n, (a, b) in enumerate(zip(tokens, other, strict=False)) if a != b), min(len(tokens), len(other))
+    )
 
 
 def _memory_of_one(trained: TrainedModel, max_model_len: int) -> float:

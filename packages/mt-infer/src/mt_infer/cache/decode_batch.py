@@ -119,8 +119,8 @@ class DecodeInputs:
             for row, sequence in enumerate(sequences):
                 end = sequence.computed + 1
                 first = 0 if group.window is None else max(end - group.window, 0)
-                found = sequence.tables[number].places(first, end)
-                places[row] = found if isinstance(found, slice) else torch.from_numpy(found)
+                row_places = sequence.tables[number].places(first, end)
+                places[row] = row_places if isinstance(row_places, slice) else torch.from_numpy(row_places)
 
     def _fill_blocks(self, group: int, sequences: Sequence[RunningSequence]) -> bool:
         """Whether there was anything new."""

@@ -52,7 +52,7 @@ def cache_layout(model: nn.Module, format: str = "auto") -> CacheLayout:
     states = [(layer, layer.cached_state()) for layer in as_generator(model).cached_layers()]
     positions = [(module, state) for module, state in states if isinstance(state, PositionState)]
     groups = tuple(
-        _group(window, [one for one in positions if one[1].window == window], format)
+        _group(window, [position for position in positions if position[1].window == window], format)
         for window in widest_first(state.window for _, state in positions)
     )
     recurrent = tuple((module, state) for module, state in states if isinstance(state, SequenceState))

@@ -42,15 +42,15 @@ def plain_paged_attention(
     offsets = torch.arange(table.block_size, device=values.device)
     places = (table.blocks.long()[..., None] * table.block_size + offsets).flatten(1)  # [B, T]
     groups = values.shape[1]  # G
-    found = sum(
+    products = sum(
         # query [B, N, D] -> [B, G, N / G, D]; key[places] [B, T, G, D]. fp32 before the products are added and the
         # softmax is taken.
         torch.einsum("bgnd,btgd->bgnt", query.unflatten(1, (groups, -1)), key[places]).float()
         for query, key in zip(queries, keys, strict=True)
     )
-    assert isinstance(found, Tensor)
+    assert isinstance(products, Tensor)
     distance = table.positions[:, None] - torch.arange(places.shape[1], device=values.device)  # [B, T]
-    weights = _weights(found, distance, scores).to(values.dtype)  # [B, G, N / G, T]
+    weights = _weights(products, distance, scores).to(values.dtype)  # [B, G, N / G, T]
     return torch.einsum("bgnt,btgv->bgnv", weights, values[places]).flatten(1, 2)  # [B, N, V]
 
 
@@ -71,21 +71,21 @@ def paged_attention_by_row(
 
 def _attend_plainly(queries: Tensor, keys: Tensor, values: Tensor, rows: Sequence[slice | Tensor], out: Tensor) -> None:
     """queries [B, G, N / G, D], scaled; keys [places, G, D], values [places, G, V] -> out [B, G, N / G, V]"""
-    for query, places, own in zip(queries.unbind(0), rows, out.unbind(0), strict=True):
+    for query, places, row_out in zip(queries.unbind(0), rows, out.unbind(0), strict=True):
         # [G, N / G, D] x [G, D, T] -> [G, N / G, T]
         weights = torch.bmm(query, keys[places].permute(1, 2, 0)).softmax(-1)
-        torch.bmm(weights, values[places].transpose(0, 1), out=own)
+        torch.bmm(weights, values[places].transpose(0, 1), out=row_out)
 
 
 def _attend_row(queries: tuple[Tensor, ...], keys: tuple[Tensor, ...], values: Tensor, scores: PagedScores) -> Tensor:
     """queries [N, D], keys [T, G, D], values [T, G, V] -> [G, N / G, V]"""
-    found = sum(
+    products = sum(
         torch.einsum("gnd,tgd->gnt", query.unflatten(0, (values.shape[1], -1)), key).float()
         for query, key in zip(queries, keys, strict=True)
     )
-    assert isinstance(found, Tensor)
+    assert isinstance(products, Tensor)
     distance = torch.arange(len(values) - 1, -1, -1)[None]  # [1, T]; the query is at the last position
-    weights = _weights(found[None], distance, scores)[0].to(values.dtype)
+    weights = _weights(products[None], distance, scores)[0].to(values.dtype)
     return torch.einsum("gnt,tgv->gnv", weights, values)
 
 

@@ -60,7 +60,7 @@ def _paged_attention_part(
     group = tl.program_id(1) // tiles
     in_group = (tl.program_id(1) % tiles) * HEADS + tl.arange(0, HEADS)
     # HEADS is 16 at least, for tl.dot; the rest of the tile is masked.
-    own = in_group < PER_GROUP
+    is_head = in_group < PER_GROUP
     head = group * PER_GROUP + in_group
     channel, value = tl.arange(0, BLOCK_DIM), tl.arange(0, BLOCK_VALUE)
     # Read from device memory, not passed: the value of a captured launch may change.
@@ -75,16 +75,16 @@ def _paged_attention_part(
     stop = tl.minimum(start + length, end)
     queries = tl.load(
         q + row * q_row + head[:, None] * q_head + channel[None, :],
-        mask=own[:, None] & (channel < DIM)[None, :], other=0.0,
+        mask=is_head[:, None] & (channel < DIM)[None, :], other=0.0,
     )  # fmt: skip
     if SECOND > 0:
         second = tl.arange(0, BLOCK_SECOND)
         second_queries = tl.load(
             q_second + row * second_row + head[:, None] * second_head + second[None, :],
-            mask=own[:, None] & (second < SECOND)[None, :], other=0.0,
+            mask=is_head[:, None] & (second < SECOND)[None, :], other=0.0,
         )  # fmt: skip
     if SLOPES:
-        slope = tl.load(slopes + head, mask=own, other=0.0).to(tl.float32)
+        slope = tl.load(slopes + head, mask=is_head, other=0.0).to(tl.float32)
     largest = tl.full([HEADS], float("-inf"), tl.float32)  # online softmax (Milakov and Gimelshein, 2018)
     total = tl.zeros([HEADS], tl.float32)
     out = tl.zeros([HEADS, BLOCK_VALUE], tl.float32)
@@ -135,11 +135,11 @@ def _paged_attention_part(
     # A split behind the end has total 0: lse -inf gives it weight 0 when parts are combined, and 0 / 1 is no NaN.
     seen = total > 0.0
     place = (row * heads + head) * SPLITS + split
-    tl.store(lse + place, tl.where(seen, largest + tl.log(tl.where(seen, total, 1.0)), float("-inf")), mask=own)
+    tl.store(lse + place, tl.where(seen, largest + tl.log(tl.where(seen, total, 1.0)), float("-inf")), mask=is_head)
     tl.store(
         parts + place[:, None] * VALUE + value[None, :],
         out / tl.where(seen, total, 1.0)[:, None],
-        mask=own[:, None] & (value < VALUE)[None, :],
+        mask=is_head[:, None] & (value < VALUE)[None, :],
     )  # fmt: skip
 
 
@@ -160,10 +160,10 @@ def _paged_attention_combine(
     total = tl.sum(weight, 0)
     if SINKS:
         total += tl.exp(sink - largest)
-    found = tl.load(
+    means = tl.load(
         parts + (head * SPLITS + split)[:, None] * VALUE + value[None, :], mask=(value < VALUE)[None, :], other=0.0
     )
-    tl.store(out + head * VALUE + value, tl.sum(found * weight[:, None], 0) / total, mask=value < VALUE)
+    tl.store(out + head * VALUE + value, tl.sum(means * weight[:, None], 0) / total, mask=value < VALUE)
 
 
 def triton_paged_attention(

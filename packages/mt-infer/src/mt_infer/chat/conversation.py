@@ -98,7 +98,7 @@ class Conversation:
         }
 
     def _set(self, name: str, value: str) -> None:
-        defaults = {one.name: one.default for one in fields(ChatSettings)}
+        defaults = {setting.name: setting.default for setting in fields(ChatSettings)}
         try:
             setattr(self.settings, name, NUMBERS[name](value) if value else defaults[name])
         except ValueError:
@@ -110,7 +110,7 @@ class Conversation:
         self.system = value or None
 
     def _show(self, only: str) -> None:
-        shown: dict[str, Any] = {one.name: getattr(self.settings, one.name) for one in fields(ChatSettings)}
+        shown: dict[str, Any] = {setting.name: getattr(self.settings, setting.name) for setting in fields(ChatSettings)}
         for name, value in shown.items():
             if not only or name == only:
                 self.console.print(f"{name} = {'default' if value is None else value}", highlight=False)

@@ -28,14 +28,14 @@ def main() -> None:
     resource.setrlimit(resource.RLIMIT_AS, (MEMORY_BYTES, MEMORY_BYTES))
     template: CompiledTemplate | None = None
     for line in sys.stdin:
-        given = json.loads(line)
+        message = json.loads(line)
         try:
             # The first line is the template, all others are values for it.
             if template is None:
-                template = compile_template(given["source"], given["name"])
+                template = compile_template(message["source"], message["name"])
                 reply = {"text": ""}
             else:
-                reply = {"text": rendered(template, given)}
+                reply = {"text": rendered(template, message)}
         except (MtError, MemoryError) as error:
             reply = {"error": str(error) or "the chat template needs too much memory"}
         print(json.dumps(reply), flush=True)

@@ -165,8 +165,8 @@ def show(generator: TextGenerator, requests: list[Request], sampling: SamplingPa
         typer.echo("\n" * (number > 0), nl=False)
         if several:
             before = text + "\n" * generator.prompts.has_encoder
-            found = generator.generate([prompt], sampling, [inputs])[0]
-            typer.echo("\n\n".join(before + done.require_complete().text for done in found))
+            completions = generator.generate([prompt], sampling, [inputs])[0]
+            typer.echo("\n\n".join(before + done.require_complete().text for done in completions))
             continue
         pieces = generator.stream(prompt, sampling, inputs)
         first = next(pieces, "")  # a prompt is not shown in front of an error
@@ -197,24 +197,24 @@ def _requests(generator: TextGenerator, texts: list[str], images: list[Path], so
         raise ConfigError(f"--image: {takes_no_images(family)}")
     if sounds and not prompts.takes_sounds:
         raise ConfigError(f"--audio: {takes_no_sounds(family)}")
-    data, found = image_data(generator.config), []
+    data, requests = image_data(generator.config), []
     videos = prompts.takes_videos
     if not videos and (folder := next((path for path in images if path.is_dir()), None)) is not None:
         raise ConfigError(f"--image {folder} is a folder, which is a video: the model takes images alone")
-    for text, own, heard in zip(texts, deal_images(texts, images), deal_sounds(texts, sounds), strict=True):
-        read = read_images([ImageFile(path) for path in own], data, videos=videos)
+    for text, files, heard in zip(texts, deal_images(texts, images), deal_sounds(texts, sounds), strict=True):
+        read = read_images([ImageFile(path) for path in files], data, videos=videos)
         waves = read_sounds(heard, prompts.sound_tokens) if heard else []
-        ids = prompts.with_pictures(text, read, sounds=waves) if own or heard else text
-        found.append(Request(text, ids, {**prompts.image_inputs(read), **prompts.sound_inputs(waves)}))
-    return found
+        ids = prompts.with_pictures(text, read, sounds=waves) if files or heard else text
+        requests.append(Request(text, ids, {**prompts.image_inputs(read), **prompts.sound_inputs(waves)}))
+    return requests
 
 
 def show_json(generator: TextGenerator, requests: list[Request], sampling: SamplingParameters) -> None:
     """All prompts together, in one batch. Raises ConfigError, after all lines, if one has an error."""
     prompts, inputs = [request.prompt for request in requests], [request.inputs for request in requests]
     completions = generator.generate(prompts, sampling, inputs)
-    for request, found in zip(requests, completions, strict=True):
-        for index, done in enumerate(found):
+    for request, answers in zip(requests, completions, strict=True):
+        for index, done in enumerate(answers):
             typer.echo(json.dumps({"prompt": request.text, "index": index, **as_record(done)}, ensure_ascii=False))
     for done in chain.from_iterable(completions):
         done.require_complete()

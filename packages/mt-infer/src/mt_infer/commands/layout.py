@@ -31,14 +31,14 @@ Settings = dict[str, dict[str, Any]]
 
 def engine_settings(settings: Sequence[str]) -> Settings:
     """`section.key=value` -> section -> key -> value. Raises ConfigError for another form."""
-    found: Settings = {}
+    sections: Settings = {}
     for setting in settings:
         path, value = parse_override(setting)
-        section: dict[str, Any] = found
+        section: dict[str, Any] = sections
         for name in path[:-1]:
             section = section.setdefault(name, {})
         section[path[-1]] = value
-    return found
+    return sections
 
 
 def on_ranks(

@@ -69,8 +69,8 @@ def random_prompts(generator: TextGenerator, count: int, longest: int, max_token
 
 
 def as_values(result: LoadResult) -> dict[str, Any]:
-    first = result.percentiles(lambda one: [one.first])
-    gaps = result.percentiles(lambda one: one.gaps)
+    first = result.percentiles(lambda request: [request.first])
+    gaps = result.percentiles(lambda request: request.gaps)
     return {
         "requests": len(result.requests),
         "tokens_per_second": round(result.tokens_per_second, 1),
@@ -120,11 +120,11 @@ def quantization(
     settings = engine_settings(set_ or [])
     typer.echo(f"{'form':14} {'perplexity':>10} {'loss':>8} {'weights':>12} {'position':>10}  products")
     base = 0.0
-    for found in measure(path, read_text(text), device, settings):
-        base = base or found.perplexity
-        loss = f"{found.perplexity / base - 1:+.2%}"
-        weights, position = f"{found.weights / 2**20:.3f} MiB", f"{found.position} B"
-        row = f"{found.name:14} {found.perplexity:10.4f} {loss:>8} {weights:>12} {position:>10}  {found.product}"
+    for result in measure(path, read_text(text), device, settings):
+        base = base or result.perplexity
+        loss = f"{result.perplexity / base - 1:+.2%}"
+        weights, position = f"{result.weights / 2**20:.3f} MiB", f"{result.position} B"
+        row = f"{result.name:14} {result.perplexity:10.4f} {loss:>8} {weights:>12} {position:>10}  {result.product}"
         typer.echo(row.rstrip())
 
 
@@ -195,13 +195,13 @@ def _verify(
     from mt_infer.verify_generation import compare_ways, tolerance_of
 
     placed = placed_stages(trained.stages, trained.ctx)
-    found = compare_ways(trained, placed, prompts, max_tokens, seed, draft)
+    differences = compare_ways(trained, placed, prompts, max_tokens, seed, draft)
     if not is_writer():
         return 0
     tolerance = tolerance_of(trained.config)
-    for difference in found:
+    for difference in differences:
         typer.echo(f"{difference.way}: {described(difference)}")
-    allowed = all(difference.is_allowed(tolerance) for difference in found)
+    allowed = all(difference.is_allowed(tolerance) for difference in differences)
     what = "the same bits" if tolerance == 0 else f"within {tolerance:g}"
     typer.echo(f"{len(prompts)} requests of {max_tokens} tokens: {'' if allowed else 'NOT '}{what}")
     return 0 if allowed else 1

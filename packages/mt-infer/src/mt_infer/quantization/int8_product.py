@@ -42,11 +42,13 @@ class Int8Matrix(Tensor):
 
     @staticmethod
     def __new__(cls, stored: Stored, dtype: torch.dtype) -> Int8Matrix:
-        found = tensor_without_memory(cls, tuple(stored[0].shape), dtype, stored[0].device)
-        assert isinstance(found, Int8Matrix)
-        found.stored, found.packed = stored, None
-        found.experts = [Int8Matrix(one, dtype) for one in zip(*stored, strict=True)] if stored[0].ndim == 3 else []
-        return found
+        matrix = tensor_without_memory(cls, tuple(stored[0].shape), dtype, stored[0].device)
+        assert isinstance(matrix, Int8Matrix)
+        matrix.stored, matrix.packed = stored, None
+        matrix.experts = (
+            [Int8Matrix(expert, dtype) for expert in zip(*stored, strict=True)] if stored[0].ndim == 3 else []
+        )
+        return matrix
 
     def dequantized(self) -> Tensor:
         return dequantize_scaled(*self.stored).to(self.dtype)

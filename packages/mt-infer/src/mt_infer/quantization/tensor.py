@@ -40,10 +40,10 @@ class QuantizedTensor(Tensor):
     def __new__(cls, stored: Stored, group: int, columns: int, dtype: torch.dtype) -> QuantizedTensor:
         # From outside it is the dense matrix: shape, dtype and device are those of the weight that it stands for.
         shape = (*stored[0].shape[:-1], columns)
-        found = tensor_without_memory(cls, shape, dtype, stored[0].device)
-        assert isinstance(found, QuantizedTensor)
-        found.stored, found.group = stored, group
-        return found
+        tensor = tensor_without_memory(cls, shape, dtype, stored[0].device)
+        assert isinstance(tensor, QuantizedTensor)
+        tensor.stored, tensor.group = stored, group
+        return tensor
 
     def dequantized(self) -> Tensor:
         return triton_dequantize(self.stored, self.group, self.shape[-1], self.dtype)

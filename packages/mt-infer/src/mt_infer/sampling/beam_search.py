@@ -78,22 +78,22 @@ class BeamSearch:
     ) -> list[Continuation]:
         """Candidates and generated tokens of each beam -> the beams of the next step."""
         # nlargest is stable: of equal scores the earlier beam, and in it the likelier token, comes first.
-        best = nlargest(self.kept, self._continuations(candidates), key=lambda one: one.score)
+        best = nlargest(self.kept, self._continuations(candidates), key=lambda continuation: continuation.score)
         # All running beams have the same length.
         length, beams = len(generated[0]) + 1, self.sampling.num_beams
-        texts = [self._text(one) for one in best]
-        scored = [self._with_token(one, candidates[one.parent]) for one in best]
-        ends = [self._end(one, text, length) for one, text in zip(best, texts, strict=True)]
+        texts = [self._text(continuation) for continuation in best]
+        scored = [self._with_token(continuation, candidates[continuation.parent]) for continuation in best]
+        ends = [self._end(continuation, text, length) for continuation, text in zip(best, texts, strict=True)]
         # transformers' rule: a beam ends only if its end token is among the first num_beams candidates; one that is
         # lower is dropped, not finished.
-        for one, own, end in zip(best[:beams], scored, ends, strict=False):
+        for continuation, scored_tokens, end in zip(best[:beams], scored, ends, strict=False):
             if end is not None:
-                self._finish(one, generated[one.parent], own, end)
+                self._finish(continuation, generated[continuation.parent], scored_tokens, end)
         # At most one candidate of each beam ends for every stop token, so that num_beams of `kept` are left; ends by a
         # text can leave fewer.
         running = [place for place, end in enumerate(ends) if end is None][:beams]
         following = [best[place] for place in running]
-        self.scores = [one.score for one in following]
+        self.scores = [continuation.score for continuation in following]
         self._texts, self._scored = [texts[place] for place in running], [scored[place] for place in running]
         self.is_done = not following or self._is_final(length)
         return following
@@ -101,36 +101,38 @@ class BeamSearch:
     def _continuations(self, candidates: Sequence[Sequence[Candidate]]) -> list[Continuation]:
         return [
             Continuation(score + logprob, parent, token, logprob)
-            for parent, (score, found) in enumerate(zip(self.scores, candidates, strict=True))
-            for logprob, token in found
+            for parent, (score, following) in enumerate(zip(self.scores, candidates, strict=True))
+            for logprob, token in following
             if logprob > float("-inf")
         ]
 
-    def _with_token(self, one: Continuation, candidates: Sequence[Candidate]) -> tuple[ScoredToken, ...]:
+    def _with_token(self, continuation: Continuation, candidates: Sequence[Candidate]) -> tuple[ScoredToken, ...]:
         wanted = self.sampling.logprobs
         if wanted is None:
             return ()
-        return (*self._scored[one.parent], ScoredToken(one.logprob, tuple(candidates[:wanted])))
+        return (*self._scored[continuation.parent], ScoredToken(continuation.logprob, tuple(candidates[:wanted])))
 
-    def _text(self, one: Continuation) -> Detokenizer | None:
-        parent = self._texts[one.parent]
-        if parent is None or one.token in self.stop_ids:
+    def _text(self, continuation: Continuation) -> Detokenizer | None:
+        parent = self._texts[continuation.parent]
+        if parent is None or continuation.token in self.stop_ids:
             return None
         text = parent.copy()
-        text.add(one.token)
+        text.add(continuation.token)
         return text
 
-    def _end(self, one: Continuation, text: Detokenizer | None, length: int) -> End | None:
-        if one.token in self.stop_ids:
+    def _end(self, continuation: Continuation, text: Detokenizer | None, length: int) -> End | None:
+        if continuation.token in self.stop_ids:
             return "token"
         if text is not None and text.stopped_by is not None:
             return "text"
         return "limit" if length == self.limit else None
 
-    def _finish(self, one: Continuation, before: Sequence[int], scored: tuple[ScoredToken, ...], end: End) -> None:
-        tokens = (*before, one.token)
+    def _finish(
+        self, continuation: Continuation, before: Sequence[int], scored: tuple[ScoredToken, ...], end: End
+    ) -> None:
+        tokens = (*before, continuation.token)
         # The length counts generated tokens with the stop token, without the prompt, as in transformers.
-        score = one.score / len(tokens) ** self.sampling.length_penalty
+        score = continuation.score / len(tokens) ** self.sampling.length_penalty
         self.finished.append(Hypothesis(score, tokens, end, scored))
         self.finished = nlargest(self.sampling.num_beams, self.finished, key=lambda done: done.score)
 

@@ -29,11 +29,11 @@ def adjust(logits: Tensor, rows: Sequence[SamplingRow]) -> None:
 
 
 def add_bias(logits: Tensor, rows: Sequence[SamplingRow]) -> None:
-    found = [
+    entries = [
         (number, token, bias) for number, row in enumerate(rows) for token, bias in row.sampling.logit_bias.items()
     ]
-    if found:
-        numbers, tokens, biases = zip(*found, strict=True)
+    if entries:
+        numbers, tokens, biases = zip(*entries, strict=True)
         # Each (row, token) once, since logit_bias is a mapping: += with repeated indices would add one of them only.
         logits[list(numbers), list(tokens)] += _tensor(biases, logits)
 
@@ -49,15 +49,15 @@ def penalize(logits: Tensor, rows: Sequence[SamplingRow]) -> None:
     # Flattened to pairs of (row, token), so that one gather and one scatter serve all rows.
     numbers = [number for number, counts in zip(asking, seen, strict=True) for _ in counts]
     tokens = [token for counts in seen for token in counts]
-    counts = torch.tensor([count for one in seen for count in one.values()], device=logits.device)
-    of_row = torch.tensor([place for place, one in enumerate(seen) for _ in one], device=logits.device)
+    counts = torch.tensor([count for row_counts in seen for count in row_counts.values()], device=logits.device)
+    of_row = torch.tensor([place for place, row_counts in enumerate(seen) for _ in row_counts], device=logits.device)
     repetition, frequency, presence = (
         _tensor([getattr(rows[number].sampling, name) for number in asking], logits)[of_row]
         for name in ("repetition_penalty", "frequency_penalty", "presence_penalty")
     )
-    found = logits[numbers, tokens]
+    values = logits[numbers, tokens]
     # Away from the token in both cases: a negative logit divided by the penalty would become likelier.
-    repeated = torch.where(found < 0, found * repetition, found / repetition)
+    repeated = torch.where(values < 0, values * repetition, values / repetition)
     # OpenAI's formula: logit - count * frequency_penalty - (count > 0) * presence_penalty.
     logits[numbers, tokens] = repeated - frequency * counts - presence * (counts > 0)
 
@@ -103,9 +103,9 @@ def constrain(logits: Tensor, rows: Sequence[SamplingRow]) -> None:
 def _set(
     logits: Tensor, rows: Sequence[SamplingRow], tokens_of: Callable[[SamplingRow], Iterable[int]], value: float
 ) -> None:
-    found = [(number, token) for number, row in enumerate(rows) for token in tokens_of(row)]
-    if found:
-        numbers, tokens = zip(*found, strict=True)
+    entries = [(number, token) for number, row in enumerate(rows) for token in tokens_of(row)]
+    if entries:
+        numbers, tokens = zip(*entries, strict=True)
         logits[list(numbers), list(tokens)] = value
 
 

@@ -37,13 +37,13 @@ def token_ids(name: str, value: Any) -> tuple[int, ...]:
 
 
 def token_sequences(name: str, value: Any) -> tuple[tuple[int, ...], ...]:
-    if not _is_list(value, lambda one: _is_list(one, is_integer)):
+    if not _is_list(value, lambda element: _is_list(element, is_integer)):
         raise refused(name, value, "a list of lists of token ids")
-    return tuple(token_ids(name, one) for one in value)
+    return tuple(token_ids(name, element) for element in value)
 
 
 def texts(name: str, value: Any) -> tuple[str, ...]:
-    if not _is_list(value, lambda one: isinstance(one, str)):
+    if not _is_list(value, lambda element: isinstance(element, str)):
         raise refused(name, value, "a list of texts")
     return tuple(value)
 
@@ -76,7 +76,7 @@ def refused(name: str, value: object, allowed: str) -> ConfigError:
 def _is_list(value: object, is_element: Callable[[object], bool]) -> bool:
     # A text is a Sequence of texts.
     is_list = isinstance(value, Sequence) and not isinstance(value, str | bytes)
-    return is_list and all(is_element(one) for one in value)  # type: ignore[attr-defined]
+    return is_list and all(is_element(element) for element in value)  # type: ignore[attr-defined]
 
 
 def _is_digits(value: object) -> bool:
@@ -258,22 +258,22 @@ class SamplingParameters:
         }
 
     def _check_constraint(self) -> None:
-        given = [name for name in CONSTRAINTS if getattr(self, name) not in (None, ())]
-        if len(given) > 1:
-            raise ConfigError(f"{' and '.join(given)} are given; a text can be constrained by one of them")
+        constraints = [name for name in CONSTRAINTS if getattr(self, name) not in (None, ())]
+        if len(constraints) > 1:
+            raise ConfigError(f"{' and '.join(constraints)} are given; a text can be constrained by one of them")
         others = ("min_tokens", "banned_token_ids", "bad_words_ids", "forced_tokens", "ignore_eod")
         wrong = [name for name in others if getattr(self, name)]
-        if given and wrong:
+        if constraints and wrong:
             raise ConfigError(
-                f"{given[0]} says which tokens are allowed, and {' and '.join(wrong)} could leave none; "
+                f"{constraints[0]} says which tokens are allowed, and {' and '.join(wrong)} could leave none; "
                 "leave out one or the other"
             )
 
     @cached_property
     def constraint(self) -> tuple[str, Any] | None:
         """Its name and value."""
-        given = [(name, getattr(self, name)) for name in CONSTRAINTS]
-        return next(((name, value) for name, value in given if value not in (None, ())), None)
+        constraints = [(name, getattr(self, name)) for name in CONSTRAINTS]
+        return next(((name, value) for name, value in constraints if value not in (None, ())), None)
 
     @property
     def sequences(self) -> int:

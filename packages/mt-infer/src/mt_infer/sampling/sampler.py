@@ -44,7 +44,7 @@ def sample(logits: Tensor, rows: Sequence[SamplingRow], shares: Sequence[int] = 
     reported = log_probabilities(drawn_logits(logits, rows), tokens, wanted, shares)
     # Marked on the device and read with the tokens, for which the host waits anyway.
     read = tokens.masked_fill(_is_not_finite(logits), NOT_FINITE).tolist()
-    return [Sampled(token, found) for token, found in zip(read, reported, strict=True)]
+    return [Sampled(token, logprobs) for token, logprobs in zip(read, reported, strict=True)]
 
 
 def drawn_logits(logits: Tensor, rows: Sequence[SamplingRow]) -> Tensor:
@@ -127,12 +127,12 @@ def log_probabilities(
     shares: sizes of the ranks' parts of the vocabulary; then sums are taken part by part, as training's loss does.
     """
     rows = [number for number, count in enumerate(wanted) if count is not None]
-    found: list[LogProbs | None] = [None] * len(wanted)
+    reports: list[LogProbs | None] = [None] * len(wanted)
     if not rows:
-        return found
+        return reports
     # Of the model's own logits, without penalties and temperature.
     logs = sharded_log_softmax(logits[rows], shares) if shares else logits[rows].log_softmax(dim=-1)
-    own = logs.gather(1, tokens[rows][:, None]).squeeze(1).tolist()  # [rows]
+    chosen = logs.gather(1, tokens[rows][:, None]).squeeze(1).tolist()  # [rows]
     most = max(count or 0 for count in wanted)
     # The most that a row requests; each takes its first ones.
     top = logs.topk(min(most, logs.shape[-1])) if most else None
@@ -142,8 +142,8 @@ def log_probabilities(
         if top is not None:
             ids, values = top.indices[place, :count].tolist(), top.values[place, :count].tolist()
             likeliest = tuple(zip(ids, values, strict=True))
-        found[number] = LogProbs(own[place], likeliest)
-    return found
+        reports[number] = LogProbs(chosen[place], likeliest)
+    return reports
 
 
 def sharded_log_softmax(logits: Tensor, shares: Sequence[int]) -> Tensor:

@@ -45,11 +45,11 @@ def _sample_rows(logits, parameters, tokens, vocab, BLOCK: tl.constexpr):
     """parameters [B, 5] fp64: temperature (0: the likeliest token), top_k (0: all), top_p, min_p, a uniform number."""
     row = tl.program_id(0).to(tl.int64)
     # fp64 for the uniform number; the rest is computed in fp32, as torch does.
-    own = parameters + row * 5
-    given = tl.load(own).to(tl.float32)
-    temperature = tl.where(given > 0.0, given, 1.0)
-    top_k, top_p = tl.load(own + 1), tl.load(own + 2).to(tl.float32)
-    min_p, noise = tl.load(own + 3).to(tl.float32), tl.load(own + 4)
+    row_parameters = parameters + row * 5
+    requested = tl.load(row_parameters).to(tl.float32)
+    temperature = tl.where(requested > 0.0, requested, 1.0)
+    top_k, top_p = tl.load(row_parameters + 1), tl.load(row_parameters + 2).to(tl.float32)
+    min_p, noise = tl.load(row_parameters + 3).to(tl.float32), tl.load(row_parameters + 4)
 
     largest, best = float("-inf"), tl.cast(0, tl.int64)
     for start in range(0, vocab, BLOCK):
@@ -60,7 +60,7 @@ def _sample_rows(logits, parameters, tokens, vocab, BLOCK: tl.constexpr):
             best = (start + tl.argmax(x, 0)).to(tl.int64)
             largest = here
 
-    if given > 0.0:
+    if requested > 0.0:
         # A threshold is a key: bisection over the 2^32 keys of fp32 ends with the exact one in 32 turns, each a count
         # (top-k) or a sum (top-p) over the row.
         # The smallest scaled logit that is kept.
@@ -117,10 +117,10 @@ def _sample_rows(logits, parameters, tokens, vocab, BLOCK: tl.constexpr):
             kept = (_ordered_key(x) >= least) & (chance >= floor)
             mass += tl.sum(tl.where(kept, chance / total, 0.0).to(tl.float64), 0)
         wanted, before = noise * mass, tl.cast(0.0, tl.float64)
-        found = tl.cast(-1, tl.int64)
+        token = tl.cast(-1, tl.int64)
         for start in range(0, vocab, BLOCK):
             # A scalar branch: blocks behind the one that was hit are not read.
-            if found < 0:
+            if token < 0:
                 x = _sample_row_loads(logits, row, start, vocab, temperature, BLOCK)
                 chance = tl.exp(x - largest)
                 kept = (_ordered_key(x) >= least) & (chance >= floor)
@@ -128,11 +128,11 @@ def _sample_rows(logits, parameters, tokens, vocab, BLOCK: tl.constexpr):
                 # Ids whose cumulative probability is not above the number, which all come before the one that is drawn.
                 passed = tl.sum((cumulative <= wanted).to(tl.int32), 0)
                 if passed < BLOCK:
-                    found = (start + passed).to(tl.int64)
+                    token = (start + passed).to(tl.int64)
                 # The last one: cumulative sums do not fall.
                 before = tl.max(cumulative, 0)
         # None was found where rounding left the last cumulative sum at `wanted`.
-        best = tl.where(found < 0, best, found)
+        best = tl.where(token < 0, best, token)
     tl.store(tokens + row, best)
 
 

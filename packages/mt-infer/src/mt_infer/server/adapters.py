@@ -59,11 +59,11 @@ def only_base(service: Service) -> ServedModel:
     return service.models.bases[0]
 
 
-def allowed_folder(root: Path | None, given: str) -> Path:
+def allowed_folder(root: Path | None, name: str) -> Path:
     """The folder within the one of the server's operator. Raises ApiError for others."""
     if root is None:
         raise ApiError("adapters are loaded by requests where the server has --adapter-folder", status=403)
-    folder = (root / given).resolve()
+    folder = (root / name).resolve()
     if not folder.is_relative_to(root.resolve()) or not folder.is_dir():
-        raise ApiError(f"{given} is no folder within that of --adapter-folder", param="lora_path")
+        raise ApiError(f"{name} is no folder within that of --adapter-folder", param="lora_path")
     return folder

@@ -152,9 +152,9 @@ class EngineThread:
         for place, generator in enumerate(self.generators):
             # Other ranks step all engines in turn: none may be left out.
             if self._has_ranks or not generator.is_idle:
-                found = [self._answer(place, event) for event in generator.step()]
+                answers = [self._answer(place, event) for event in generator.step()]
                 # One call for all events of a step: each wakes the event loop.
-                self._deliver_all([answer for answer in found if answer is not None])
+                self._deliver_all([answer for answer in answers if answer is not None])
 
     def _answer(self, place: int, event: TextEvent) -> tuple[Request, TextEvent | Exception] | None:
         """The event with its request; an error ends all sequences of the request. None: it has ended so."""

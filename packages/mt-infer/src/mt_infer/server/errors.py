@@ -87,10 +87,10 @@ def _reason(error: Any) -> str:
 
 def add_error_handlers(app: FastAPI) -> None:
     async def answer(request: Request, error: Exception) -> JSONResponse:
-        found = as_api_error(error)
+        api_error = as_api_error(error)
         if request.url.path == MEGATRON_PATH:
-            return JSONResponse({"message": str(found), **found.body()}, found.status, found.headers)
-        return found.response()
+            return JSONResponse({"message": str(api_error), **api_error.body()}, api_error.status, api_error.headers)
+        return api_error.response()
 
     for kind in (ApiError, MtError, RequestValidationError, HTTPException, Exception):
         app.add_exception_handler(kind, answer)

@@ -150,17 +150,17 @@ def _described(
     done: Sequence[Sequence[Completion]],
 ) -> dict[str, Any]:
     """Beams are all of one prompt. A stop text stands in the tokens, and stays, as Megatron has it."""
-    answers = [(place, one) for place, several in enumerate(done) for one in several]
-    tokens = [[*prompts[place], *one.tokens] for place, one in answers]
+    answers = [(place, completion) for place, several in enumerate(done) for completion in several]
+    tokens = [[*prompts[place], *completion.tokens] for place, completion in answers]
     segments = [token_texts(model, ids) for ids in tokens]
     texts = [
-        body.prompts[place] + "".join(own[len(prompts[place]) :])
-        for (place, _), own in zip(answers, segments, strict=True)
+        body.prompts[place] + "".join(row_texts[len(prompts[place]) :])
+        for (place, _), row_texts in zip(answers, segments, strict=True)
     ]
     described: dict[str, Any] = {"text": texts, "tokens": tokens, "segments": segments}
     if body.beam_width is not None:
-        described["scores"] = [one.score for _, one in answers]
-    return {**described, "logprobs": [_logprobs(one) for _, one in answers] if body.logprobs else None}
+        described["scores"] = [completion.score for _, completion in answers]
+    return {**described, "logprobs": [_logprobs(completion) for _, completion in answers] if body.logprobs else None}
 
 
 def _logprobs(done: Completion) -> list[float]:

@@ -27,14 +27,14 @@ def listen(host: str, port: int) -> socket.socket:
     """A socket that listens; port 0: the system chooses one. Raises ConfigError."""
     try:
         family, kind, protocol, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
-        found = socket.socket(family, kind, protocol)
+        listener = socket.socket(family, kind, protocol)
         # A server that is started again need not wait for connections in TIME_WAIT.
-        found.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        found.bind(address)
+        listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        listener.bind(address)
     except OSError as error:
         reason = error.strerror or error
         raise ConfigError(f"cannot listen on {host}:{port}: {reason}; choose another --host or --port") from error
-    return found
+    return listener
 
 
 def address_of(listening: socket.socket) -> str:

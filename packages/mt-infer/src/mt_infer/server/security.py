@@ -74,9 +74,9 @@ class RequestChecks:
         key = self.options.api_key
         if key is None or path in OPEN_PATHS:
             return
-        given = bearer_token(headers.get("authorization", ""))
+        sent_key = bearer_token(headers.get("authorization", ""))
         # In constant time: the time of a plain comparison depends on how many leading characters match.
-        if not hmac.compare_digest(given.encode("latin-1", "replace"), key.encode()):
+        if not hmac.compare_digest(sent_key.encode("latin-1", "replace"), key.encode()):
             raise ApiError(
                 "the API key is missing or wrong; send it as the header Authorization: Bearer KEY",
                 status=401,

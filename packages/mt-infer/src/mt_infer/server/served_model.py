@@ -155,10 +155,10 @@ def load_models(
     host: PluginHost | None = None,
 ) -> list[ServedModel]:
     """In the order of `paths`. names: in their place. Raises CheckpointError and ConfigError."""
-    found = model_names(paths, names)
+    served_names = model_names(paths, names)
     host = host or load_plugins()
     models = []
-    for name, path in zip(found, paths, strict=True):
+    for name, path in zip(served_names, paths, strict=True):
         trained = load_trained_model(path, host, device=device, settings=settings)
         # One command serves language models and encoders, by what the checkpoint holds.
         if not isinstance(trained.model, SupportsGeneration):
@@ -183,11 +183,11 @@ def model_names(paths: Sequence[Path], names: Sequence[str]) -> list[str]:
         raise ConfigError(
             f"--name is given {len(names)} times for {len(paths)} checkpoints; give one for each, or none"
         )
-    found = list(names) or [_name(path) for path in paths]
-    twice = [name for name, count in Counter(found).items() if count > 1]
+    served_names = list(names) or [_name(path) for path in paths]
+    twice = [name for name, count in Counter(served_names).items() if count > 1]
     if twice:
         raise ConfigError(f'two models are named "{twice[0]}"; name each with --name')
-    return found
+    return served_names
 
 
 def _without_generation(name: str, trained: TrainedModel, host: PluginHost) -> ServedModel:

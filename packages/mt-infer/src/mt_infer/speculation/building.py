@@ -120,12 +120,12 @@ def load_draft_model(
 
 
 def require_same_vocabulary(trained: TrainedModel, draft: TrainedModel) -> None:
-    own, other = (
-        (one.config.model.vocab_size or one.tokenizer.vocab_size, one.tokenizer.fingerprint())
-        for one in (trained, draft)
+    target, other = (
+        (model.config.model.vocab_size or model.tokenizer.vocab_size, model.tokenizer.fingerprint())
+        for model in (trained, draft)
     )
-    if own != other:
+    if target != other:
         raise ConfigError(
-            f"inference.speculative_model has another vocabulary ({other[0]} ids) than the model ({own[0]} ids), or "
+            f"inference.speculative_model has another vocabulary ({other[0]} ids) than the model ({target[0]} ids), or "
             "other tokens in it; a draft model shares the tokenizer of the model for which it drafts"
         )

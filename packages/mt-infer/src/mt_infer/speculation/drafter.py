@@ -110,16 +110,16 @@ def continuation(tokens: Sequence[int], longest: int) -> list[int]:
     text = np.asarray(tokens)
     # Places at which an earlier n-gram may end; the last token of the text itself is not one of them.
     ends = np.arange(len(text) - 1)
-    found: int | None = None
-    # Longer and longer n-grams: places whose token `back` before the end is also that of the text. `found` is the
+    latest: int | None = None
+    # Longer and longer n-grams: places whose token `back` before the end is also that of the text. `latest` is the
     # latest place of the longest that exists. Example: text 1 2 3 9 2 3, longest=3: ends [2] for "3", [2] for "2 3",
     # none for "9 2 3"; 9 2 3 follows place 2.
     for back in range(min(longest, len(text) - 1)):
         ends = ends[(ends >= back) & (text[ends - back] == text[-1 - back])]
         if not len(ends):
             break
-        found = int(ends[-1])
-    return [] if found is None else text[found + 1 :].tolist()
+        latest = int(ends[-1])
+    return [] if latest is None else text[latest + 1 :].tolist()
 
 
 def verify(logits: Tensor, chunks: Sequence[Chunk], shares: Sequence[int] = ()) -> list[list[Sampled]]:

@@ -77,8 +77,8 @@ class MultiTokenDrafter(Drafter):
         # [count, H] for each chunk, without filler.
         hidden = batch.hidden[0, : batch.count].split([chunk.count for chunk in batch.sequences])
         spans = [
-            self._span(chunk, own, [one.token for one in found])
-            for chunk, own, found in zip(batch.sequences, hidden, sampled, strict=True)
+            self._span(chunk, states, [token.token for token in drawn])
+            for chunk, states, drawn in zip(batch.sequences, hidden, sampled, strict=True)
         ]
         # The depths keep keys and values at the same positions as the model's layers, in the same tables of blocks.
         passes = CachedBatch(

@@ -60,11 +60,11 @@ class TokenTexts:
 
 def token_texts(model: ServedModel, tokens: Sequence[int]) -> list[str]:
     texts = TokenTexts(model)
-    found = []
+    shown = []
     for token in tokens:
-        found.append(texts.text(token))
+        shown.append(texts.text(token))
         texts.advance(token)
-    return found
+    return shown
 
 
 Piece = dict[str, Any]
@@ -103,21 +103,21 @@ class CompletionLogProbs:
     def rows(self, tokens: Sequence[int], logprobs: Sequence[LogProbs | None]) -> Piece:
         """None: of the first token of a prompt, which has none."""
         rows: Piece = {"tokens": [], "token_logprobs": [], "top_logprobs": [], "text_offset": []}
-        for token, found in zip(tokens, logprobs, strict=True):
+        for token, scored in zip(tokens, logprobs, strict=True):
             rows["tokens"].append(self._texts.label(token))
-            rows["token_logprobs"].append(None if found is None else finite(found.token))
-            rows["top_logprobs"].append(None if found is None else self._top(token, found))
+            rows["token_logprobs"].append(None if scored is None else finite(scored.token))
+            rows["top_logprobs"].append(None if scored is None else self._top(token, scored))
             # Negative while tokens come that the echoed text does not show, such as BOS.
             rows["text_offset"].append(max(self._offset, 0))
             self._offset += len(self._texts.text(token))
             self._texts.advance(token)
         return rows
 
-    def _top(self, token: int, found: LogProbs) -> dict[str, float]:
+    def _top(self, token: int, scored: LogProbs) -> dict[str, float]:
         """The likeliest tokens and the token itself. Of two with the same text the likelier counts."""
         top: dict[str, float] = {}
-        for other, value in (*found.top[: self._count], (token, found.token)):
-            # The dictionary is keyed by text, as OpenAI's is; found.top is sorted, so that the first is the likelier.
+        for other, value in (*scored.top[: self._count], (token, scored.token)):
+            # The dictionary is keyed by text, as OpenAI's is; scored.top is sorted, so that the first is the likelier.
             top.setdefault(self._texts.label(other), finite(value))
         return top
 
@@ -128,29 +128,29 @@ def prompt_rows(
     """prompt_logprobs as vLLM has them: of each token of the prompt {id: {logprob, rank, decoded_token}}, of itself and
     of `count` likeliest ones; None for the first. rank: None for a token that is not among the likeliest."""
     rows: list[Piece | None] = []
-    for token, found in zip(tokens, logprobs or [None] * len(tokens), strict=True):
-        rows.append(None if found is None else _ranked(texts, token, found, count))
+    for token, scored in zip(tokens, logprobs or [None] * len(tokens), strict=True):
+        rows.append(None if scored is None else _ranked(texts, token, scored, count))
         texts.advance(token)
     return rows
 
 
-def _ranked(texts: TokenTexts, token: int, found: LogProbs, count: int) -> Piece:
+def _ranked(texts: TokenTexts, token: int, scored: LogProbs, count: int) -> Piece:
     shown: dict[int, tuple[float, int | None]] = {
         other: (value, rank)
-        for rank, (other, value) in enumerate(found.top, start=1)
+        for rank, (other, value) in enumerate(scored.top, start=1)
         if rank <= count or other == token
     }
-    shown.setdefault(token, (found.token, None))
+    shown.setdefault(token, (scored.token, None))
     return {
         str(other): {"logprob": finite(value), "rank": rank, "decoded_token": texts.text(other)}
         for other, (value, rank) in shown.items()
     }
 
 
-def chat_logprob(texts: TokenTexts, token: int, found: LogProbs) -> Piece:
+def chat_logprob(texts: TokenTexts, token: int, scored: LogProbs) -> Piece:
     """An entry of choices[].logprobs.content."""
-    top = [_chat_entry(texts, other, value) for other, value in found.top]
-    entry = {**_chat_entry(texts, token, found.token), "top_logprobs": top}
+    top = [_chat_entry(texts, other, value) for other, value in scored.top]
+    entry = {**_chat_entry(texts, token, scored.token), "top_logprobs": top}
     texts.advance(token)
     return entry
 

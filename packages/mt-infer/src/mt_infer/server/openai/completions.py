@@ -82,8 +82,8 @@ class Job:
         """The prompt as it was given; of ids, their text."""
         if not self.body.echo:
             return ""
-        given = self.body.prompts()[place]
-        return given if isinstance(given, str) else self._text(place)
+        prompt = self.body.prompts()[place]
+        return prompt if isinstance(prompt, str) else self._text(place)
 
     def new_logprobs(self, place: int) -> CompletionLogProbs | None:
         if self.body.logprobs is None:
@@ -140,8 +140,12 @@ async def _whole(service: Service, job: Job) -> Response:
     async with aclosing(service.generate(job.model, job.prompts, job.sampling)) as events:
         async for place, event in events:
             done[place * n + event.index].add(event)
-    choices = await asyncio.to_thread(lambda: [_choice(job, number, one) for number, one in enumerate(done)])
-    return JSONResponse({**job.head, "choices": choices, "usage": job.usage(sum(len(one.tokens) for one in done))})
+    choices = await asyncio.to_thread(
+        lambda: [_choice(job, number, completion) for number, completion in enumerate(done)]
+    )
+    return JSONResponse(
+        {**job.head, "choices": choices, "usage": job.usage(sum(len(completion.tokens) for completion in done))}
+    )
 
 
 def _choice(job: Job, number: int, done: Completion) -> Piece:
@@ -149,10 +153,10 @@ def _choice(job: Job, number: int, done: Completion) -> Piece:
     logprobs, rows = job.new_logprobs(place), None
     if logprobs is not None:
         tokens: list[int] = [*done.tokens]
-        found: list[LogProbs | None] = [*done.logprobs]
+        entries: list[LogProbs | None] = [*done.logprobs]
         if job.body.scores_prompt:
-            tokens, found = [*job.prompts[place], *tokens], [*(done.prompt_logprobs or ()), *found]
-        rows = logprobs.rows(tokens, found)
+            tokens, entries = [*job.prompts[place], *tokens], [*(done.prompt_logprobs or ()), *entries]
+        rows = logprobs.rows(tokens, entries)
     piece = choice_piece(number, job.echoed(place) + done.text, rows, done.finish)
     count = job.body.prompt_logprobs
     if count is not None:

@@ -77,7 +77,7 @@ async def embedded(service: Service, model: ServedModel, sides: Mapping[InputTyp
     """The vectors of texts as queries and as documents, in the order of `sides`. Raises ApiError and ConfigError."""
     embedder = model.require_embedder()
     texts = await asyncio.to_thread(
-        lambda: [(side, embedder.tokens(text)) for side, own in sides.items() for text in own]
+        lambda: [(side, embedder.tokens(text)) for side, prompts in sides.items() for text in prompts]
     )
     # A batch is of one side.
     parts = [
@@ -200,11 +200,11 @@ async def _pair_scores(
     """Score of each document with the query of its place, or with the only one; and the tokens of all texts."""
     if model.scorer is not None:
         return await _model_scores(service, model, model.scorer, queries, documents)
-    found: Embedded = await embedded(service, model, {"query": queries, "document": documents})
-    of_queries, of_documents = found.vectors[: len(queries)], found.vectors[len(queries) :]
+    embeddings: Embedded = await embedded(service, model, {"query": queries, "document": documents})
+    of_queries, of_documents = embeddings.vectors[: len(queries)], embeddings.vectors[len(queries) :]
     if len(of_queries) == 1:
         of_queries = of_queries * len(of_documents)
-    return [cosine(one, other) for one, other in zip(of_queries, of_documents, strict=True)], found.tokens
+    return [cosine(query, other) for query, other in zip(of_queries, of_documents, strict=True)], embeddings.tokens
 
 
 async def _model_scores(
@@ -224,10 +224,10 @@ async def _model_scores(
     return scores, count
 
 
-def cosine(one: Sequence[float], other: Sequence[float]) -> float:
+def cosine(first: Sequence[float], other: Sequence[float]) -> float:
     """0 for a vector of zeros."""
-    lengths = math.hypot(*one) * math.hypot(*other)
-    return sum(map(mul, one, other)) / lengths if lengths else 0.0
+    lengths = math.hypot(*first) * math.hypot(*other)
+    return sum(map(mul, first, other)) / lengths if lengths else 0.0
 
 
 def _usage(tokens: int) -> dict[str, Any]:

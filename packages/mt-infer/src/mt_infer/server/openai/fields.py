@@ -35,7 +35,9 @@ class RequestBody(Body):
                 raise ValueError(f"{name}: {reason}")
         # null is the default of every field, of those that are refused too.
         return (
-            {name: one for name, one in value.items() if name not in cls.refused} if isinstance(value, dict) else value
+            {name: entry for name, entry in value.items() if name not in cls.refused}
+            if isinstance(value, dict)
+            else value
         )
 
     @model_validator(mode="before")
@@ -87,8 +89,8 @@ class ResponseFormat(Body):
 
     @model_validator(mode="after")
     def _has_its_schema(self) -> ResponseFormat:
-        given = self.json_schema is not None and self.json_schema.json_schema is not None
-        if given != (self.type == "json_schema"):
+        has_schema = self.json_schema is not None and self.json_schema.json_schema is not None
+        if has_schema != (self.type == "json_schema"):
             raise ValueError('type "json_schema" comes with {"json_schema": {"schema": ...}}, and no other type does')
         return self
 

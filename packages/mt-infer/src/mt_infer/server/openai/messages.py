@@ -150,35 +150,35 @@ def picture_urls(messages: Sequence[Message]) -> list[PictureUrl]:
     urls: list[PictureUrl] = []
     for number, message in enumerate(messages):
         parts = message.content if isinstance(message.content, list) else []
-        own = [
+        message_urls = [
             PictureUrl(part.video_url.url, True)
             if isinstance(part, VideoPart)
             else PictureUrl(part.image_url.url, False)
             for part in parts
             if isinstance(part, ImagePart | VideoPart)
         ]
-        if own and message.role != "user":
+        if message_urls and message.role != "user":
             raise ApiError(
                 f'messages: message {number} of the role "{message.role}" has an image or video; those of "user" can',
                 param="messages",
             )
-        urls += own
+        urls += message_urls
     return urls
 
 
 def sound_parts(messages: Sequence[Message]) -> list[SoundPart]:
     """Sounds, in their order. Raises ApiError for one of another than the user."""
-    found: list[SoundPart] = []
+    sounds: list[SoundPart] = []
     for number, message in enumerate(messages):
         parts = message.content if isinstance(message.content, list) else []
-        own = [part for part in parts if isinstance(part, InputAudioPart | AudioUrlPart)]
-        if own and message.role != "user":
+        message_sounds = [part for part in parts if isinstance(part, InputAudioPart | AudioUrlPart)]
+        if message_sounds and message.role != "user":
             raise ApiError(
                 f'messages: message {number} of the role "{message.role}" has a sound; those of "user" can',
                 param="messages",
             )
-        found += own
-    return found
+        sounds += message_sounds
+    return sounds
 
 
 def for_template(messages: Sequence[Message]) -> list[dict[str, Any]]:
@@ -189,13 +189,13 @@ def for_template(messages: Sequence[Message]) -> list[dict[str, Any]]:
 def _for_template(message: Message, number: int) -> dict[str, Any]:
     content = message.content if isinstance(message.content, str) else [_part(part) for part in message.content or ()]
     content = content or message.refusal or content
-    found: dict[str, Any] = {"role": message.role, "content": content}
-    found |= {key: value for key in ("name", "tool_call_id") if (value := getattr(message, key)) is not None}
+    fields: dict[str, Any] = {"role": message.role, "content": content}
+    fields |= {key: value for key in ("name", "tool_call_id") if (value := getattr(message, key)) is not None}
     if reasoning := message.reasoning_content or message.reasoning:
-        found["reasoning_content"] = reasoning
+        fields["reasoning_content"] = reasoning
     if message.tool_calls:
-        found["tool_calls"] = [_call(call, number) for call in message.tool_calls]
-    return found
+        fields["tool_calls"] = [_call(call, number) for call in message.tool_calls]
+    return fields
 
 
 def _part(part: ContentPart) -> dict[str, str]:

@@ -88,8 +88,10 @@ def new_id(kind: str) -> str:
 
 async def create_response(service: Service, stored: StoredResponses, body: ResponseBody, http: HttpRequest) -> Response:
     before = () if body.previous_response_id is None else _stored_messages(stored, body.previous_response_id)
-    given = [Message(role="user", content=body.input)] if isinstance(body.input, str) else messages_of(body.input)
-    messages = [*before, *given]
+    new_messages = (
+        [Message(role="user", content=body.input)] if isinstance(body.input, str) else messages_of(body.input)
+    )
+    messages = [*before, *new_messages]
     system = [] if body.instructions is None else [Message(role="system", content=body.instructions)]
     if not messages:
         raise ApiError("input has no message", param="input")
@@ -308,10 +310,10 @@ async def _unnumbered(service: Service, conversation: Conversation) -> AsyncGene
     except Exception as error:
         if not begun:
             raise
-        found = as_api_error(error)
-        if found.status >= 500 and found is not error:
+        api_error = as_api_error(error)
+        if api_error.status >= 500 and api_error is not error:
             log.exception("a response failed")
-        failed = described(conversation, "failed", error={"code": "server_error", "message": str(found)})
+        failed = described(conversation, "failed", error={"code": "server_error", "message": str(api_error)})
         yield {"type": "response.failed", "response": failed}
         return
     response = _ended(conversation, output, generated)

@@ -53,13 +53,13 @@ def given_parameters(**values: Any) -> SamplingParameters:
 def constraint(fields: SamplingFields) -> dict[str, Any]:
     """response_format, and what other servers name it, as what the text has to match. Raises ApiError for two."""
     form = fields.response_format
-    given = {
+    guided = {
         "json_schema": fields.guided_json,
         "regex": fields.guided_regex,
         "grammar": fields.guided_grammar,
         "choices": None if fields.guided_choice is None else tuple(fields.guided_choice),
     }
-    asked = {name: value for name, value in given.items() if value is not None}
+    asked = {name: value for name, value in guided.items() if value is not None}
     if form is not None and form.type != "text":
         if asked:
             raise ApiError("response_format and guided_* each say what the text is; give one", param="response_format")
@@ -73,20 +73,20 @@ def bad_words_ids(words: Sequence[str], model: ServedModel) -> tuple[tuple[int, 
     """The ids of each word at the beginning of a text, and within one."""
     encode = bare_encoder(model.tokenizer)
     # Byte-pair tokenizers have other tokens for a word at the start of a text and behind a space.
-    found = [tuple(encode(text)) for word in words for text in (word, f" {word.lstrip()}")]
-    return tuple(dict.fromkeys(ids for ids in found if ids))
+    encoded = [tuple(encode(text)) for word in words for text in (word, f" {word.lstrip()}")]
+    return tuple(dict.fromkeys(ids for ids in encoded if ids))
 
 
 def logit_bias(fields: SamplingFields, model: ServedModel) -> dict[int, float]:
     size = model.tokenizer.vocab_size
-    found = {}
+    biases = {}
     for token, bias in (fields.logit_bias or {}).items():
         if not token.isdecimal() or not token.isascii() or int(token[:20]) >= size:
             raise ApiError(
                 f"logit_bias: {token[:50]!r} is no token id; they go from 0 to {size - 1}", param="logit_bias"
             )
-        found[int(token)] = bias
-    return found
+        biases[int(token)] = bias
+    return biases
 
 
 def tokens_to_generate(

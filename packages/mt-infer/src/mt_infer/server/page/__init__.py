@@ -36,6 +36,6 @@ def _read(name: str) -> str:
 
 def _hashes(html: str, tag: str) -> str:
     """Hashes by which a Content-Security-Policy names inline elements."""
-    found = re.findall(rf"<{tag}>(.*?)</{tag}>", html, re.DOTALL)
-    digests = [base64.b64encode(hashlib.sha256(content.encode()).digest()).decode() for content in found]
+    contents = re.findall(rf"<{tag}>(.*?)</{tag}>", html, re.DOTALL)
+    digests = [base64.b64encode(hashlib.sha256(content.encode()).digest()).decode() for content in contents]
     return " ".join(f"'sha256-{digest}'" for digest in digests)
