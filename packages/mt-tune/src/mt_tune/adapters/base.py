@@ -82,12 +82,12 @@ class Adapter(LayoutModule):
         raise NotImplementedError
 
     @classmethod
-    def peft_keys(cls, found: Sequence[Any], options: AdapterConfig) -> dict[str, Any]:
+    def peft_keys(cls, all_adapters: Sequence[Any], options: AdapterConfig) -> dict[str, Any]:
         """Keys of adapter_config.json of all adapters of a model."""
         raise NotImplementedError
 
     @classmethod
-    def shared_tensors(cls, found: Sequence[Any]) -> Values:
+    def shared_tensors(cls, all_adapters: Sequence[Any]) -> Values:
         """Tensors that all adapters of a model have together, by their names behind `base_model.`."""
         return {}
 
@@ -193,8 +193,8 @@ def _after(layer: Any, args: tuple[Any, ...], options: dict[str, Any], out: Any)
 
 
 def adapter_of(layer: nn.Module) -> Adapter | None:
-    found = layer._modules.get(NAME)
-    return found if isinstance(found, Adapter) else None
+    adapter = layer._modules.get(NAME)
+    return adapter if isinstance(adapter, Adapter) else None
 
 
 def adapters(model: nn.Module) -> dict[str, Adapter]:

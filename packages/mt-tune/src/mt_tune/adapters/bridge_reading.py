@@ -38,7 +38,12 @@ class BridgeAdapter:
         self.model: Mapping[str, Any] = content.get("model") or {}
         self.base: str | None = (content.get("checkpoint") or {}).get("pretrained_checkpoint")
         self.layers = read_adapters(path)
-        unknown = [f"{layer}.adapter.{name}" for layer, own in self.layers.items() for name in own if not _known(name)]
+        unknown = [
+            f"{layer}.adapter.{name}"
+            for layer, parameters in self.layers.items()
+            for name in parameters
+            if not _known(name)
+        ]
         if unknown:
             raise CheckpointError(f"{path}: nothing takes {', '.join(unknown[:5])}: no names of Megatron-Bridge's LoRA")
 
@@ -79,7 +84,9 @@ class BridgeAdapter:
             "rank_pattern": {re.escape(layer): rank for layer, rank in ranks.items() if rank != usual},
         }
         if any(
-            ".experts." in layer and name.startswith("adapter_") for layer, own in self.layers.items() for name in own
+            ".experts." in layer and name.startswith("adapter_")
+            for layer, parameters in self.layers.items()
+            for name in parameters
         ):
             section["experts"] = "per_expert"
         return section

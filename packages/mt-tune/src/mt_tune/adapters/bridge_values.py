@@ -24,12 +24,12 @@ def bridge_values(path: Path, model: nn.Module, ctx: ParallelContext) -> Iterato
 
     Raises CheckpointError for layers that nothing takes, and for tensors whose order of rows is not known.
     """
-    folder, found = BridgeAdapter(path), adapters(model)
-    taken = merged_over_stages({adapter.layer_path: True for adapter in found.values()}, ctx)
+    folder, all_adapters = BridgeAdapter(path), adapters(model)
+    taken = merged_over_stages({adapter.layer_path: True for adapter in all_adapters.values()}, ctx)
     left = sorted(folder.layers.keys() - taken.keys())
     if left:
         raise CheckpointError(f"{path}: nothing takes the adapters of {', '.join(left[:5])}; is it of another base?")
-    for at, adapter in found.items():
+    for at, adapter in all_adapters.items():
         for name, value in layer_values(folder, adapter).items():
             yield f"{at}.{name}", value
 

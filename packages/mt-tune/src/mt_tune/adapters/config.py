@@ -79,15 +79,15 @@ class AdapterConfig(Section):
 
     @model_validator(mode="before")
     @classmethod
-    def _described_by_its_folder(cls, given: Any) -> Any:
+    def _described_by_its_folder(cls, values: Any) -> Any:
         """Keys that the folder of `load` says, where no type is set; a stored configuration has all keys."""
-        if not isinstance(given, dict) or given.get("load") is None or "type" in given:
-            return given
+        if not isinstance(values, dict) or values.get("load") is None or "type" in values:
+            return values
         from pathlib import Path
 
         from mt_tune.adapters.peft_reading import described_section
 
-        return {**described_section(Path(given["load"])), **given}
+        return {**described_section(Path(values["load"])), **values}
 
     @property
     def is_on(self) -> bool:

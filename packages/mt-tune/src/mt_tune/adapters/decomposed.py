@@ -64,8 +64,8 @@ class DecomposedAdapter(LowRankAdapter):
     # -- PEFT: a LoRA of twice the rank ------------------------------------------------------------------
 
     @classmethod
-    def peft_keys(cls, found: Sequence[Any], options: AdapterConfig) -> dict[str, Any]:
-        keys = super().peft_keys(found, options)
+    def peft_keys(cls, all_adapters: Sequence[Any], options: AdapterConfig) -> dict[str, Any]:
+        keys = super().peft_keys(all_adapters, options)
         # alpha / rank stays: of rsLoRA alpha / sqrt(2 rank), so that alpha grows by sqrt(2).
         factor = 2**0.5 if options.rslora else 2
         return {

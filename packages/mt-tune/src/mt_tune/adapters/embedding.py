@@ -41,16 +41,16 @@ class EmbeddingAdapter(Adapter):
         ids = cast(VocabParallelEmbedding, layer).range
         first, last = ids.start, ids.stop
         elsewhere = (x < first) | (x >= last)
-        own = F.embedding((x - first).masked_fill(elsewhere, 0), self.lora_A).masked_fill(elsewhere[..., None], 0.0)
-        h = own if self.ctx.tp.size == 1 else leave_tensor_parallel(own, self.ctx)
+        local = F.embedding((x - first).masked_fill(elsewhere, 0), self.lora_A).masked_fill(elsewhere[..., None], 0.0)
+        h = local if self.ctx.tp.size == 1 else leave_tensor_parallel(local, self.ctx)
         return out + linear(h * self.scale, self.lora_B, None)
 
     def merged(self, weight: Tensor, values: Values) -> Tensor:
         return weight.float() + self.scale * values["lora_A"].float() @ values["lora_B"].float().T
 
     @classmethod
-    def peft_keys(cls, found: Sequence[Any], options: AdapterConfig) -> dict[str, Any]:
-        return LowRankAdapter.peft_keys(found, options)
+    def peft_keys(cls, all_adapters: Sequence[Any], options: AdapterConfig) -> dict[str, Any]:
+        return LowRankAdapter.peft_keys(all_adapters, options)
 
     def exported(self, values: Values, names: Names) -> Iterator[tuple[str, Tensor]]:
         (part,) = self.parts
@@ -94,26 +94,26 @@ class TokenRowsAdapter(Adapter):
 
     def after(self, x: Tensor, out: Tensor, layer: LayoutModule, **options: Any) -> Tensor:
         matches = x[..., None] == self.numbers  # [B, S, ids]
-        found, rows = matches.any(-1), F.embedding(matches.int().argmax(-1), self.rows)
+        is_listed, rows = matches.any(-1), F.embedding(matches.int().argmax(-1), self.rows)
         if self.ctx.tp.size == 1:
-            return torch.where(found[..., None], rows, out)
+            return torch.where(is_listed[..., None], rows, out)
         embedding = cast(VocabParallelEmbedding, layer)
-        own = embedding.range
-        found = found & (x >= own.start) & (x < own.stop)
-        base = F.embedding((x - own.start).masked_fill(~found, 0), embedding.weight)
-        return out + leave_tensor_parallel((rows - base).masked_fill(~found[..., None], 0.0), self.ctx)
+        ids = embedding.range
+        is_listed = is_listed & (x >= ids.start) & (x < ids.stop)
+        base = F.embedding((x - ids.start).masked_fill(~is_listed, 0), embedding.weight)
+        return out + leave_tensor_parallel((rows - base).masked_fill(~is_listed[..., None], 0.0), self.ctx)
 
     def effective_weight(self, weight: Tensor) -> Tensor:
         """With the rows of this rank's ids."""
         start = self.ctx.tp.rank * len(weight)
-        own = (self.numbers >= start) & (self.numbers < start + len(weight))
-        return weight.index_copy(0, self.numbers[own] - start, self.rows[own])
+        is_local = (self.numbers >= start) & (self.numbers < start + len(weight))
+        return weight.index_copy(0, self.numbers[is_local] - start, self.rows[is_local])
 
     def merged(self, weight: Tensor, values: Values) -> Tensor:
         return weight.float().index_copy(0, torch.tensor(self.ids), values["rows"].float())
 
     @classmethod
-    def peft_keys(cls, found: Sequence[Any], options: AdapterConfig) -> dict[str, Any]:
+    def peft_keys(cls, all_adapters: Sequence[Any], options: AdapterConfig) -> dict[str, Any]:
         return {"token_indices": options.trainable_token_indices, "init_weights": True}
 
     def _name(self, names: Names) -> str:

@@ -42,11 +42,13 @@ def main_type(options: AdapterConfig) -> type[Adapter]:
 
 def adapter_type(layer: Layer, options: AdapterConfig) -> type[Adapter]:
     """Raises ConfigError for a layer that the configured adapters do not serve."""
-    found = KINDS[name_of(options)].get(layer.kind)
-    if found is None:
+    adapter_class = KINDS[name_of(options)].get(layer.kind)
+    if adapter_class is None:
         init = f" with adapter.init={options.init}" if name_of(options) == "decomposed" else ""
         raise ConfigError(
             f"adapter.targets selects {layer.path} ({layer.kind}), which adapter.type={options.type}{init} does not "
             "serve; add it to adapter.excluded"
         )
-    return SharedOuterAdapter if found is ExpertsAdapter and options.experts == "shared_outer" else found
+    return (
+        SharedOuterAdapter if adapter_class is ExpertsAdapter and options.experts == "shared_outer" else adapter_class
+    )

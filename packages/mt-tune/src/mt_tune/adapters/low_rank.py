@@ -46,15 +46,15 @@ class RankedPart:
 
 
 def ranked(parts: Sequence[Part], config: AdapterConfig) -> tuple[RankedPart, ...]:
-    found: list[RankedPart] = []
+    ranked_parts: list[RankedPart] = []
     for part in parts:
         # PEFT matches the names of modules, and of parameters those of their modules.
         names = part.names if part.name is None else (part.name, *part.names)
         rank = by_pattern(config.rank_pattern, names, config.rank)
         alpha = by_pattern(config.alpha_pattern, names, config.alpha)
         scale = alpha / math.sqrt(rank) if config.rslora else alpha / rank
-        found.append(RankedPart(part, rank, scale, sum(other.rank for other in found)))
-    return tuple(found)
+        ranked_parts.append(RankedPart(part, rank, scale, sum(other.rank for other in ranked_parts)))
+    return tuple(ranked_parts)
 
 
 class LowRankAdapter(Adapter):
@@ -169,10 +169,10 @@ class LowRankAdapter(Adapter):
     # -- PEFT ------------------------------------------------------------------------------------------
 
     @classmethod
-    def peft_keys(cls, found: Sequence[Any], options: AdapterConfig) -> dict[str, Any]:
+    def peft_keys(cls, all_adapters: Sequence[Any], options: AdapterConfig) -> dict[str, Any]:
         ranks: dict[str, int] = {}
         alphas: dict[str, float] = {}
-        for adapter in found:
+        for adapter in all_adapters:
             for part in adapter.ranks:
                 name = str(part.part.names[0])
                 alpha = part.scale * (math.sqrt(part.rank) if options.rslora else part.rank)

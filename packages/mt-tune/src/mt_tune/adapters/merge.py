@@ -36,11 +36,11 @@ class MergedCheckpoint:
             raise ConfigError("there is nothing to merge: the checkpoint has no adapter ([adapter] has type=none)")
         # A base that is held quantized is merged as it dequantizes.
         self._source = dense_checkpoint(source, config, host)
-        found = adapters(build_model(config, host, "meta"))
-        for adapter in found.values():
+        all_adapters = adapters(build_model(config, host, "meta"))
+        for adapter in all_adapters.values():
             refuse_shared_weight(adapter, config.model)
-        self._adapters = {f"{MODEL}{path.removesuffix(NAME)}{WEIGHT}": (path, a) for path, a in found.items()}
-        self._biases = {f"{MODEL}{path.removesuffix(NAME)}bias": (path, a) for path, a in found.items()}
+        self._adapters = {f"{MODEL}{path.removesuffix(NAME)}{WEIGHT}": (path, a) for path, a in all_adapters.items()}
+        self._biases = {f"{MODEL}{path.removesuffix(NAME)}bias": (path, a) for path, a in all_adapters.items()}
         stored = {name: value for name, value in source.metadata["config"].items() if name != SECTION}
         self.metadata: Mapping[str, Any] = {**source.metadata, "config": stored}
 

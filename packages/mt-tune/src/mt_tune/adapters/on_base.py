@@ -40,8 +40,8 @@ class AdaptedCheckpoint:
         }
         config = model_config(self, host)
         model = build_model(config, host, "meta")
-        found = read_values(folder, model, config, host, ParallelContext(), lambda name: base.read(MODEL + name))
-        self._values = {MODEL + name: value for name, value in found}
+        values = read_values(folder, model, config, host, ParallelContext(), lambda name: base.read(MODEL + name))
+        self._values = {MODEL + name: value for name, value in values}
 
     def shapes(self) -> Mapping[str, tuple[int, ...]]:
         return {**self._base.shapes(), **{name: tuple(value.shape) for name, value in self._values.items()}}

@@ -43,8 +43,8 @@ def read_config(folder: Path) -> dict[str, Any]:
     except (OSError, ValueError) as error:
         raise ConfigError(f"{file} cannot be read as the configuration of a PEFT adapter: {error}") from None
     if not isinstance(content, dict) or content.get("peft_type") not in TYPES:
-        given = content.get("peft_type") if isinstance(content, dict) else None
-        raise ConfigError(f"{file}: peft_type={given!r} is not supported; it can be {', '.join(TYPES)}")
+        peft_type = content.get("peft_type") if isinstance(content, dict) else None
+        raise ConfigError(f"{file}: peft_type={peft_type!r} is not supported; it can be {', '.join(TYPES)}")
     unknown = [f"{key}={value!r}" for key, value in content.items() if key not in IGNORED and _is_on(value)]
     if unknown:
         raise ConfigError(f"{file}: {', '.join(unknown)} changes what the adapter computes and is not supported")

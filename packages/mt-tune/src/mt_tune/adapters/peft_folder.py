@@ -36,10 +36,10 @@ RENAMED = frozenset({"gate_proj", "up_proj", "down_proj", "gate", "w1", "w2", "w
 layers and shared experts are named by their parameters instead."""
 
 
-def stored_names(found: Iterable[Adapter]) -> Names:
+def stored_names(all_adapters: Iterable[Adapter]) -> Names:
     """Part -> the module by whose name PEFT stores its adapter. Adapters of several parameters of one module nest: the
     last one is the outermost, and each other is the `base_layer` of the next."""
-    parts = [part for adapter in found for part in adapter.parts]
+    parts = [part for adapter in all_adapters for part in adapter.parts]
     on_parameters: dict[str, list[Part]] = {}
     for part in parts:
         if part.name is None:
@@ -80,11 +80,11 @@ def read_values(
         taken[name] = True
         return folder.read(name)
 
-    found = adapters(model)
-    names = stored_names(found.values())
-    values = {f"{at}.{n}": v for at, adapter in found.items() for n, v in adapter.imported(take, names)}
+    all_adapters = adapters(model)
+    names = stored_names(all_adapters.values())
+    values = {f"{at}.{n}": v for at, adapter in all_adapters.items() for n, v in adapter.imported(take, names)}
     values |= dict(_saved_modules(model, config, host, take))
-    for name, value in main_type(config.section(AdapterConfig)).shared_tensors(list(found.values())).items():
+    for name, value in main_type(config.section(AdapterConfig)).shared_tensors(list(all_adapters.values())).items():
         require_equal_projection(folder, name, value, taken)
     take_copies(folder, values, taken)
     take_base_matrices(folder, config, host, read_base, taken)
@@ -179,8 +179,10 @@ def convert_checkpoint(path: Path, source: CheckpointReader, options: ConvertOpt
         written = written_names(model, config, host)
         source.omit(name for name in source.shapes() if name.startswith(MODEL) and name not in written)
     tensors = {f"{PREFIX}{n}": t for n, t in exported(model, config, source, host)}
-    found = list(adapters(model).values())
-    tensors |= {f"{SHARED}{n}": t for n, t in main_type(config.section(AdapterConfig)).shared_tensors(found).items()}
+    all_adapters = list(adapters(model).values())
+    tensors |= {
+        f"{SHARED}{n}": t for n, t in main_type(config.section(AdapterConfig)).shared_tensors(all_adapters).items()
+    }
     tensors = {name: tensor.contiguous().clone() for name, tensor in tensors.items()}
     content = adapter_config(model, config, host, source.metadata["config"].get("checkpoint", {}).get("load"))
     with closing(output_folder(path, None)) as folder:
@@ -199,9 +201,9 @@ def exported(
     model: nn.Module, config: Config, source: CheckpointReader, host: PluginHost
 ) -> Iterator[tuple[str, Tensor]]:
     """(name in PEFT's format without the prefix, tensor)"""
-    found = adapters(model)
-    names = stored_names(found.values())
-    for at, adapter in found.items():
+    all_adapters = adapters(model)
+    names = stored_names(all_adapters.values())
+    for at, adapter in all_adapters.items():
         yield from adapter.exported(values_of(at, adapter, source), names)
     rules = external_rules(config, host)
     for name in _saved_parameters(model, config, host):
@@ -214,9 +216,9 @@ def values_of(path: str, adapter: Adapter, source: CheckpointReader) -> Values:
 
 def adapter_config(model: nn.Module, config: Config, host: PluginHost, base: str | None) -> dict[str, Any]:
     """The contents of adapter_config.json."""
-    options, found = config.section(AdapterConfig), list(adapters(model).values())
+    options, all_adapters = config.section(AdapterConfig), list(adapters(model).values())
     rows = "TRAINABLE_TOKENS" if options.type != "trainable_tokens" else None  # named by a key of their own
-    parts = [part for adapter in found if adapter.peft_type != rows for part in adapter.parts]
+    parts = [part for adapter in all_adapters if adapter.peft_type != rows for part in adapter.parts]
     layers = adaptable_layers(model, config, host)
     is_renamed = options.type == "lora" and any(layer.kind == "experts" for layer in layers)
     renamed = RENAMED if is_renamed else frozenset()
@@ -224,7 +226,7 @@ def adapter_config(model: nn.Module, config: Config, host: PluginHost, base: str
     modules = [name for name in named if name.rpartition(".")[2] not in renamed]
     others = {p.name for layer in layers for p in layer.parts if p.parameter is None and p.name} - set(named)
     main = main_type(options)
-    keys = main.peft_keys([adapter for adapter in found if adapter.peft_type == main.peft_type], options)
+    keys = main.peft_keys([adapter for adapter in all_adapters if adapter.peft_type == main.peft_type], options)
     parameters = {f"{part.name}.{part.parameter}" for part in parts if part.parameter is not None}
     parameters |= {f"{name}.weight" for name in named if name not in modules and not _is_of_expert(name)}
     of_experts = {name.rpartition(".")[2] for name in named if _is_of_expert(name)}
@@ -237,14 +239,14 @@ def adapter_config(model: nn.Module, config: Config, host: PluginHost, base: str
             **keys,
             "fan_in_fan_out": any(part.transposed for part in parts if part.parameter is None),
             "modules_to_save": saved_modules(model, config, host) or None,
-            **_token_keys(options, found),
+            **_token_keys(options, all_adapters),
         },
         base,
     )
 
 
-def _token_keys(options: AdapterConfig, found: list[Adapter]) -> dict[str, Any]:
-    rows = [part.name for adapter in found if adapter.peft_type == "TRAINABLE_TOKENS" for part in adapter.parts]
+def _token_keys(options: AdapterConfig, all_adapters: list[Adapter]) -> dict[str, Any]:
+    rows = [part.name for adapter in all_adapters if adapter.peft_type == "TRAINABLE_TOKENS" for part in adapter.parts]
     if not rows or options.type == "trainable_tokens":
         return {}
     return {"trainable_token_indices": {str(rows[0]).rpartition(".")[2]: options.trainable_token_indices}}

@@ -50,8 +50,8 @@ class PeftFolder:
 def _module_of(name: str) -> str | None:
     """Name of a module from that of a tensor of its adapter. None: the tensor belongs to no adapter of a module."""
     for mark in (".lora_", ".vera_", ".ia3_", ".token_adapter"):
-        module, found, _ = name.partition(mark)
-        if found:
+        module, separator, _ = name.partition(mark)
+        if separator:
             return module.replace(".base_layer", "")
     return None
 

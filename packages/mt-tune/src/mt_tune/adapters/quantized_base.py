@@ -64,11 +64,11 @@ def _matrices(model: nn.Module, config: Config, context: ModelBuildContext) -> I
 def require_whole_groups(
     path: str, layout: ParameterLayout, options: AdapterConfig, form: Format, ctx: ParallelContext
 ) -> None:
-    columns, own = layout.shape[-1], layout.local_shape(ctx)[-1]
+    columns, local_columns = layout.shape[-1], layout.local_shape(ctx)[-1]
     objection = form.objection(columns)
     group = getattr(form, "group", None)
-    if objection is None and own != columns and group is not None and own % group:
-        objection = f"groups of {group} do not fit the {own} columns that a tensor-parallel rank has"
+    if objection is None and local_columns != columns and group is not None and local_columns % group:
+        objection = f"groups of {group} do not fit the {local_columns} columns that a tensor-parallel rank has"
     if objection is not None:
         raise ConfigError(
             f"adapter.base={options.base}: {path} cannot be held so: {objection}; name it in adapter.base_excluded, or "

@@ -110,23 +110,23 @@ class QuantizedCheckpoint:
 
     def _is_quantized(self, name: str) -> bool:
         formats = getattr(self._reader, "stored_formats", None)
-        found = formats().get(name) if formats is not None else None
-        return found is not None and found.quantized
+        form = formats().get(name) if formats is not None else None
+        return form is not None and form.quantized
 
     def _kept(
         self, name: str, rule: Rule, stored: Mapping[str, StoredWeight | None], weight: QuantizedWeight
     ) -> Mapping[str, KeptWeight]:
         """Source -> its parts as they are stored; none where the folder has the weight unquantized."""
         sources = [source for source in rule.sources if not source.endswith("bias")]
-        held = {source: found for source in sources if (found := stored[source]) is not None}
+        held = {source: stored_weight for source in sources if (stored_weight := stored[source]) is not None}
         if not held:
             if self._is_quantized(name):  # in a form that the family reads
                 self._refuse(name, "in another format")
             return {}
         kept: dict[str, KeptWeight] = {}
         for source in sources:
-            found = held.get(source)
-            answer = "a part of it is not quantized" if found is None else kept_weight(found, weight)
+            stored_weight = held.get(source)
+            answer = "a part of it is not quantized" if stored_weight is None else kept_weight(stored_weight, weight)
             if isinstance(answer, str):
                 self._refuse(name, answer)
                 return {}
@@ -206,16 +206,21 @@ def external_matrices(layout: ParameterLayout, rule: Rule | None) -> list[Extern
     experts = leading[0] if leading else 1
     numbers = torch.arange(experts * rows).view(*leading, rows, 1)
     if rule is None:
-        return [ExternalMatrix(None, None, own) for own in numbers.view(experts, rows)]
+        return [ExternalMatrix(None, None, matrix_rows) for matrix_rows in numbers.view(experts, rows)]
     exported = zip(rule.sources, rule.export_value(numbers), strict=True)
-    return [matrix for name, own in exported if not name.endswith("bias") for matrix in _of_tensor(name, own)]
+    return [
+        matrix
+        for name, matrix_rows in exported
+        if not name.endswith("bias")
+        for matrix in _of_tensor(name, matrix_rows)
+    ]
 
 
 def _of_tensor(name: str, rows: Tensor) -> list[ExternalMatrix]:
     transposed = rows.shape[-1] > 1
     if rows.ndim == 2:
         return [ExternalMatrix(name, None, rows.flatten(), transposed)]
-    return [ExternalMatrix(name, number, own.flatten(), transposed) for number, own in enumerate(rows)]
+    return [ExternalMatrix(name, number, matrix_rows.flatten(), transposed) for number, matrix_rows in enumerate(rows)]
 
 
 def collected(
@@ -226,8 +231,8 @@ def collected(
     count = rows * (leading[0] if leading else 1)
     whole = {part.name: torch.empty(count, *part.shape, dtype=torch.uint8) for part in weight.parts}
     for matrix in matrices:
-        given = parts_of(matrix)
+        parts = parts_of(matrix)
         for part in weight.parts:
-            values = given[part.name]
+            values = parts[part.name]
             whole[part.name][matrix.rows] = as_bytes(values) if part.is_float else values.to(torch.uint8)
     return {name: values.view(*leading, rows, *values.shape[1:]) for name, values in whole.items()}

@@ -109,8 +109,8 @@ class PeftAdapterSet:
     def _after(self, path: str, module: Any, args: tuple[Any, ...], out: Any) -> Any:
         x, joined = args[0], torch.cat(out, -1) if isinstance(out, tuple) else out
         for adapter, rows in self._of_layer(path):
-            own = x if rows is None else x.index_select(1, rows)
-            joined = changed(joined, rows, partial(_adapted, adapter, own, module))
+            inputs = x if rows is None else x.index_select(1, rows)
+            joined = changed(joined, rows, partial(_adapted, adapter, inputs, module))
         return joined.split([block.shape[-1] for block in out], -1) if isinstance(out, tuple) else joined
 
     # -- reading -----------------------------------------------------------------------------------------
@@ -122,11 +122,15 @@ class PeftAdapterSet:
         described.metadata = {"config": {"model": model, SECTION: described_section(folder)}}
         config = model_config(described, self.host)
         whole = build_model(config, self.host, "meta")
-        found = {path.removesuffix(f".{NAME}"): adapter for path, adapter in adapters(whole).items()}
-        refuse_unserved(found, config)
+        all_adapters = {path.removesuffix(f".{NAME}"): adapter for path, adapter in adapters(whole).items()}
+        refuse_unserved(all_adapters, config)
         values = dict(read_values(folder, whole, config, self.host, ParallelContext(), self._read_base))
-        own = {layer.path: layer for layer in adaptable_layers(self.model, config, self.host)}
-        return {path: self._local(adapter, own[path], config, values) for path, adapter in found.items() if path in own}
+        layers = {layer.path: layer for layer in adaptable_layers(self.model, config, self.host)}
+        return {
+            path: self._local(adapter, layers[path], config, values)
+            for path, adapter in all_adapters.items()
+            if path in layers
+        }
 
     def _local(self, whole: Adapter, layer: Any, config: Config, values: dict[str, Tensor]) -> Adapter:
         sizes = {"inputs": whole.sizes[2], "outputs": whole.sizes[3]} if isinstance(whole, VectorAdapter) else {}
@@ -161,19 +165,19 @@ def rows_of(runs: Sequence[tuple[str | None, int]], device: torch.device) -> Row
     names = dict.fromkeys(name for name, _ in runs if name is not None)
     if len(names) == 1 and all(name is not None for name, _ in runs):
         return [(name, None) for name in names]
-    found: Rows = []
+    positions: Rows = []
     for name in names:
-        ranges = [range(s, s + n) for (own, n), s in zip(runs, starts[:-1], strict=True) if own == name]
-        found.append((name, torch.tensor([row for rows in ranges for row in rows], device=device)))
-    return found
+        ranges = [range(s, s + n) for (owner, n), s in zip(runs, starts[:-1], strict=True) if owner == name]
+        positions.append((name, torch.tensor([row for rows in ranges for row in rows], device=device)))
+    return positions
 
 
-def refuse_unserved(found: dict[str, Adapter], config: Config) -> None:
+def refuse_unserved(all_adapters: dict[str, Adapter], config: Config) -> None:
     """Raise ConfigError for adapters that a batch of several cannot have."""
     options = config.section(AdapterConfig)
     unserved = [
         path
-        for path, adapter in found.items()
+        for path, adapter in all_adapters.items()
         if adapter.kind not in ("linear", "embedding") or path.endswith(UNSERVED) or path.endswith("output_adapter")
     ]
     if unserved or options.modules_to_save or options.trainable_token_indices:

@@ -119,10 +119,10 @@ def tied_output(model: nn.Module, config: Config, host: PluginHost) -> Layer | N
     """The LM head of a model that has the token embeddings in its place. None: it has one of its own."""
     if getattr(config.model, "untie_embeddings_and_output_weights", True):
         return None
-    found = [(p, m) for p, m in model.named_modules() if isinstance(m, VocabParallelEmbedding)]
-    if len(found) != 1:
+    embeddings = [(p, m) for p, m in model.named_modules() if isinstance(m, VocabParallelEmbedding)]
+    if len(embeddings) != 1:
         return None
-    ((path, module),) = found
+    ((path, module),) = embeddings
     name = next((_module_of(copy) for copy in external_copies(config, host)), None)
     rows = torch.arange(module.layouts[WEIGHT].shape[0])
     part = Part(name, rows, ("output_layer",))
@@ -160,8 +160,14 @@ def _parts(path: str, layout: ParameterLayout, kind: Kind, rule: Rule | None, ex
         return _fused_experts(path, layout, rule)
     form = (rule.others or (rule,))[0] if kind == "router" else rule
     parts = [
-        Part(_module_of(name), found.flatten(), (path, *_old_names(form, rule)), None, _is_transposed(found, rows))
-        for name, found in _rows_by_source(form, layout)
+        Part(
+            _module_of(name),
+            source_rows.flatten(),
+            (path, *_old_names(form, rule)),
+            None,
+            _is_transposed(source_rows, rows),
+        )
+        for name, source_rows in _rows_by_source(form, layout)
     ]
     if kind == "router":
         return (Part(parts[0].name, parts[0].rows, parts[0].aliases, WEIGHT),)
@@ -187,11 +193,11 @@ def _fused_experts(path: str, layout: ParameterLayout, rule: Rule) -> tuple[Part
     form = next((form for form in (*rule.others, rule) if len(form.sources) == 1), None)
     if form is None:
         return (Part(None, torch.arange(layout.shape[-2]), (path,)),)
-    ((source, found),) = _rows_by_source(form, layout)
+    ((source, numbers),) = _rows_by_source(form, layout)
     module, _, parameter = source.rpartition(".")
     single = {_module_of(name) for name in rule.sources if ".0." in name[name.find("experts") :]} - {source}
-    transposed = _is_transposed(found[0], layout.shape[-2])
-    return (Part(module, found[0].flatten(), (path,), parameter, transposed, tuple(sorted(single))),)
+    transposed = _is_transposed(numbers[0], layout.shape[-2])
+    return (Part(module, numbers[0].flatten(), (path,), parameter, transposed, tuple(sorted(single))),)
 
 
 def _rows_by_source(rule: Rule, layout: ParameterLayout) -> list[tuple[str, Tensor]]:
@@ -199,14 +205,14 @@ def _rows_by_source(rule: Rule, layout: ParameterLayout) -> list[tuple[str, Tens
     *leading, rows, _ = layout.shape
     numbers = torch.arange(rows).unsqueeze(-1).expand(*leading, rows, 1)
     exported = zip(rule.sources, rule.export_value(numbers), strict=True)
-    found = [(name, part) for name, part in exported if not name.endswith("bias")]
-    if len(leading) == 1 and len(found) > 1:  # one tensor for each expert: those of the first one say it all
-        found = found[: len(found) // leading[0]]
-    return found
+    by_source = [(name, part) for name, part in exported if not name.endswith("bias")]
+    if len(leading) == 1 and len(by_source) > 1:  # one tensor for each expert: those of the first one say it all
+        by_source = by_source[: len(by_source) // leading[0]]
+    return by_source
 
 
-def _is_transposed(found: Tensor, rows: int) -> bool:
-    return found.shape[-1] > 1 and rows > 1
+def _is_transposed(numbers: Tensor, rows: int) -> bool:
+    return numbers.shape[-1] > 1 and rows > 1
 
 
 def _module_of(name: str) -> str:
@@ -216,13 +222,13 @@ def _module_of(name: str) -> str:
 def saved_parameters(names: Iterable[str], rules: Mapping[str, Rule], patterns: Sequence[str]) -> dict[str, list[str]]:
     """Canonical name of a parameter of modules_to_save -> the patterns that name its module here or in Hugging Face's
     format."""
-    found: dict[str, list[str]] = {}
+    saved: dict[str, list[str]] = {}
     for name in names:
         sources = rules[name].sources if name in rules else ()
         modules = [spelled.rpartition(".")[0] for spelled in (name, *sources)]
         if matching := [pattern for pattern in patterns if any(fits(module, pattern) for module in modules)]:
-            found[name] = matching
-    return found
+            saved[name] = matching
+    return saved
 
 
 # -- selection by the configuration ------------------------------------------------------------------
@@ -235,7 +241,7 @@ def fits(name: str, pattern: str) -> bool:
 
 def is_selected(layer: Layer, part: Part, patterns: Sequence[str]) -> list[str]:
     """The patterns that select a part. Raises ConfigError for one that means a part of it."""
-    found = [pattern for pattern in patterns if pattern != ALL_LINEAR and any(fits(n, pattern) for n in part.names)]
+    selecting = [pattern for pattern in patterns if pattern != ALL_LINEAR and any(fits(n, pattern) for n in part.names)]
     by_halves = {half: [p for p in patterns if fits(half, p)] for half in part.halves}
     used = [pattern for patterns_of in by_halves.values() for pattern in patterns_of]
     if used and not all(by_halves.values()):
@@ -245,7 +251,7 @@ def is_selected(layer: Layer, part: Part, patterns: Sequence[str]) -> list[str]:
             "set adapter.experts=per_expert"
         )
     is_plain = layer.kind in ("linear", "experts") and not layer.path.startswith("mtp.")
-    return [*found, *used, *([ALL_LINEAR] if ALL_LINEAR in patterns and is_plain else [])]
+    return [*selecting, *used, *([ALL_LINEAR] if ALL_LINEAR in patterns and is_plain else [])]
 
 
 def by_pattern(patterns: Mapping[str, T], names: Iterable[str], default: T) -> T:

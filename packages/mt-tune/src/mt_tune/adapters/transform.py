@@ -65,21 +65,21 @@ def _chosen(layer: Layer, options: AdapterConfig, used: dict[str, bool]) -> list
     parts: list[Part] = []
     patterns = options.targets if options.type != "trainable_tokens" else []
     for part in layer.parts:
-        found = is_selected(layer, part, patterns)
-        used |= dict.fromkeys(found, True)
-        if found and not any(fits(name, pattern) for name in part.names for pattern in options.excluded):
+        selecting = is_selected(layer, part, patterns)
+        used |= dict.fromkeys(selecting, True)
+        if selecting and not any(fits(name, pattern) for name in part.names for pattern in options.excluded):
             parts.append(part)
     return parts
 
 
 def _largest(layers: list[Layer], context: ModelBuildContext) -> dict[str, int]:
     """Inputs and outputs of the largest adapted modules of all stages."""
-    own = {
+    local_sizes = {
         f"{layer.path}.{n}": (layer.layout.shape[-1], len(p.rows))
         for layer in layers
         for n, p in enumerate(layer.parts)
     }
-    sizes = [(0, 0), *merged_over_stages(own, context.parallel).values()]  # a plan may have no layer
+    sizes = [(0, 0), *merged_over_stages(local_sizes, context.parallel).values()]  # a plan may have no layer
     return {"inputs": max(inputs for inputs, _ in sizes), "outputs": max(outputs for _, outputs in sizes)}
 
 

@@ -67,8 +67,8 @@ class ScalingAdapter(Adapter):
         return bias.float() if self.scales_input else bias.float() * self.of_covered(values["scaling"].float(), 1.0)
 
     @classmethod
-    def peft_keys(cls, found: Sequence[Any], options: AdapterConfig) -> dict[str, Any]:
-        scaled = [part.name for adapter in found if adapter.scales_input for part in adapter.parts]
+    def peft_keys(cls, all_adapters: Sequence[Any], options: AdapterConfig) -> dict[str, Any]:
+        scaled = [part.name for adapter in all_adapters if adapter.scales_input for part in adapter.parts]
         return {"feedforward_modules": sorted({name.rpartition(".")[2] for name in scaled}), "init_ia3_weights": True}
 
     def exported(self, values: Values, names: Names) -> Iterator[tuple[str, Tensor]]:
@@ -154,7 +154,7 @@ class VectorAdapter(Adapter):
         return weight.float() + values["lambda_b"].float()[..., None] * update
 
     @classmethod
-    def peft_keys(cls, found: Sequence[Any], options: AdapterConfig) -> dict[str, Any]:
+    def peft_keys(cls, all_adapters: Sequence[Any], options: AdapterConfig) -> dict[str, Any]:
         return {
             "r": options.rank,
             "projection_prng_key": options.projection_prng_key,
@@ -166,8 +166,8 @@ class VectorAdapter(Adapter):
         }
 
     @classmethod
-    def shared_tensors(cls, found: Sequence[Any]) -> dict[str, Tensor]:
-        return dict(zip(("vera_A", "vera_B"), projections(*found[0].sizes), strict=True)) if found else {}
+    def shared_tensors(cls, all_adapters: Sequence[Any]) -> dict[str, Tensor]:
+        return dict(zip(("vera_A", "vera_B"), projections(*all_adapters[0].sizes), strict=True)) if all_adapters else {}
 
     def exported(self, values: Values, names: Names) -> Iterator[tuple[str, Tensor]]:
         for number, part in enumerate(self.parts):

@@ -27,9 +27,9 @@ def rollouts(
     from mt_core.errors import ConfigError, DataError
     from mt_tune.rl.rollout_file import ROLLOUTS_FILE, read_rollouts
 
-    given = [name for name, value in (("--step", step), ("--best", best), ("--worst", worst)) if value is not None]
-    if len(given) > 1:
-        raise ConfigError(f"{' and '.join(given)} choose completions in different ways; give one of them")
+    selectors = [name for name, value in (("--step", step), ("--best", best), ("--worst", worst)) if value is not None]
+    if len(selectors) > 1:
+        raise ConfigError(f"{' and '.join(selectors)} choose completions in different ways; give one of them")
     lines = chosen(read_rollouts(run / ROLLOUTS_FILE), step, best, worst, find)
     if not lines:
         raise DataError(f"{run / ROLLOUTS_FILE} has no such completion; leave out --step or --find")
@@ -43,12 +43,12 @@ def chosen(
     lines: Sequence[Line], step: int | None, best: int | None, worst: int | None, find: str | None
 ) -> list[Line]:
     """Those that the options name; without any those of the last step."""
-    found = [line for line in lines if find is None or find in text_of(line["prompt"]) or find in line["completion"]]
+    matching = [line for line in lines if find is None or find in text_of(line["prompt"]) or find in line["completion"]]
     if best is not None or worst is not None:
-        judged = sorted((line for line in found if line["reward"] is not None), key=lambda line: line["reward"])
+        judged = sorted((line for line in matching if line["reward"] is not None), key=lambda line: line["reward"])
         return judged[::-1][:best] if best is not None else judged[:worst]
-    last = max((line["step"] for line in found), default=None)
-    return [line for line in found if line["step"] == (last if step is None else step)]
+    last = max((line["step"] for line in matching), default=None)
+    return [line for line in matching if line["step"] == (last if step is None else step)]
 
 
 def text_of(prompt: Any) -> str:

@@ -74,7 +74,8 @@ class HiddenLoss:
     def __call__(self) -> Tensor:
         of_student, of_teacher = self.student.take(), self.teacher.take()
         losses = [
-            self._of_pair(number, of_student[one], of_teacher[other]) for number, (one, other) in enumerate(self.pairs)
+            self._of_pair(number, of_student[student_layer], of_teacher[other])
+            for number, (student_layer, other) in enumerate(self.pairs)
         ]
         return torch.stack(losses).mean(0)
 

@@ -140,9 +140,9 @@ class DistillationLoss:
     def take_metrics(self) -> Mapping[str, float]:
         """Means of evaluation over the positions that count, of all ranks. Collective over the world."""
         taken, self._evaluated = self._evaluated, []
-        own = torch.stack(taken).sum(0).tolist() if taken else None
+        local_sums = torch.stack(taken).sum(0).tolist() if taken else None
         # Ranks without the last pipeline stage have none; tensor-parallel ranks have the same sums, which cancel.
-        of_ranks = [sums for sums in all_gather_objects(own, self.parallel.world) if sums is not None]
+        of_ranks = [sums for sums in all_gather_objects(local_sums, self.parallel.world) if sums is not None]
         *sums, weight = (sum(column) for column in zip(*of_ranks, strict=True))
         names = ("divergence", "cross_entropy", "agreement", "hidden")
         return {name: value / max(weight, 1e-12) for name, value in zip(names, sums, strict=False)}

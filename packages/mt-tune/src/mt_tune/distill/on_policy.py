@@ -61,8 +61,10 @@ class StudentBatches:
         groups = [Group(self.prompts[key], number, [Rollout()]) for number, key in enumerate(named)]
         groups = self.drawn(groups, replace(self.options, temperature=0.0))
         start = sum(map(len, of_ranks[: self.run.ctx.dp.rank]))
-        own, width = iter(groups[start : start + len(keys)]), width_of(self.run, map(row_of, groups))
-        parts = [evaluated(arrays, [next(own) for _ in arrays[PROMPT]], width) for arrays in batch.micro_batches]
+        local_groups, width = iter(groups[start : start + len(keys)]), width_of(self.run, map(row_of, groups))
+        parts = [
+            evaluated(arrays, [next(local_groups) for _ in arrays[PROMPT]], width) for arrays in batch.micro_batches
+        ]
         return replace(batch, micro_batches=parts)
 
     def drawn(self, groups: list[Group], options: DrawOptions) -> list[Group]:
@@ -99,8 +101,8 @@ def row_of(group: Group) -> Row:
     return Row(group.prompt.tokens, rollout.tokens, rollout.drawn, rollout.logps)
 
 
-def evaluated(given: Arrays, groups: Sequence[Group], width: int) -> Arrays:
-    """A micro-batch of completions. given: its prompts; those that do not count stay without weight."""
+def evaluated(prompts: Arrays, groups: Sequence[Group], width: int) -> Arrays:
+    """A micro-batch of completions. prompts: of it; those that do not count stay without weight."""
     arrays = stacked([row_of(group) for group in groups], width)
-    counts = given["loss_mask"].any(-1, keepdims=True)
+    counts = prompts["loss_mask"].any(-1, keepdims=True)
     return {**arrays, "loss_mask": arrays["loss_mask"] * counts}

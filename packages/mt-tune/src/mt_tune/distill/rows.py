@@ -40,10 +40,12 @@ class RowTeacher:
     temperature: float
     vocab_size: int
 
-    def answers(self, own: Samples, world: ParallelContext) -> dict[str, Answer]:
-        """own: the samples of this rank. What this rank computes of the samples of all ranks: of each a rank has the
+    def answers(self, local_samples: Samples, world: ParallelContext) -> dict[str, Answer]:
+        """local_samples: of this rank. What this rank computes of the samples of all ranks: of each a rank has the
         answer, and some ranks have none. Collective over the world, also for a rank without samples."""
-        samples = {key: arrays for of_rank in all_gather_objects(own, world.world) for key, arrays in of_rank.items()}
+        samples = {
+            key: arrays for of_rank in all_gather_objects(local_samples, world.world) for key, arrays in of_rank.items()
+        }
         if not samples:
             return {}
         shared = self._share(sorted(samples))
@@ -92,11 +94,11 @@ def build_row_teacher(run: TrainingRun, keys: DistillationConfig) -> RowTeacher:
 
 def samples_of(batch: RankBatch) -> Samples:
     """The samples of a batch by their hashes."""
-    found: Samples = {}
+    samples: Samples = {}
     for arrays in batch.micro_batches:
         for row, key in enumerate(row_keys(arrays)):
-            found[key] = {name: arrays[name][row] for name in KEYED_BY if name in arrays}
-    return found
+            samples[key] = {name: arrays[name][row] for name in KEYED_BY if name in arrays}
+    return samples
 
 
 def _collated(samples: Sequence[Arrays]) -> Arrays:

@@ -140,8 +140,8 @@ class OwnLayout:
 
     def complete(self, batch: RankBatch) -> RankBatch:
         ctx = self.run.ctx
-        own = samples_of(batch) if ctx.tp.rank == ctx.cp.rank == ctx.pp.rank == 0 else {}
-        computed = all_gather_objects(self.teacher.answers(own, ctx), ctx.world)
+        local_samples = samples_of(batch) if ctx.tp.rank == ctx.cp.rank == ctx.pp.rank == 0 else {}
+        computed = all_gather_objects(self.teacher.answers(local_samples, ctx), ctx.world)
         answers = {key: answer for of_rank in computed for key, answer in of_rank.items()}
         return with_answers(batch, answers)
 

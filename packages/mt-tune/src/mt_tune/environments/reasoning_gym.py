@@ -66,8 +66,8 @@ class _Question:
 
     def reply(self, message: Message) -> Reply:
         text = str(message.get("content") or "")
-        found = ANSWER.findall(text)
-        self._answer = (found[-1] if found else text).strip()
+        answers = ANSWER.findall(text)
+        self._answer = (answers[-1] if answers else text).strip()
         return self.end()
 
     def end(self) -> Reply:

@@ -80,22 +80,22 @@ def _docstring(function: Callable[..., Any]) -> tuple[str, dict[str, str]]:
     sections: dict[str, list[str]] = {"": []}
     current = ""
     for line in text.splitlines():
-        if found := SECTION.match(line):
-            current = found[1]
-        sections.setdefault(current, []).append("" if found else line)
+        if match := SECTION.match(line):
+            current = match[1]
+        sections.setdefault(current, []).append("" if match else line)
     arguments = next((sections[key] for key in ("Args", "Arguments", "Parameters") if key in sections), [])
     return "\n".join(sections[""]).strip(), _arguments(arguments)
 
 
 def _arguments(lines: list[str]) -> dict[str, str]:
-    found: dict[str, str] = {}
+    arguments: dict[str, str] = {}
     last, depth = "", None
     for line in filter(str.strip, lines):
         indent = len(line) - len(line.lstrip())
         match = ARGUMENT.match(line)
         if match and (depth is None or indent <= depth):
             last, depth = match[1], indent
-            found[last] = match[2].strip()
+            arguments[last] = match[2].strip()
         elif last:
-            found[last] = f"{found[last]} {line.strip()}".strip()
-    return found
+            arguments[last] = f"{arguments[last]} {line.strip()}".strip()
+    return arguments

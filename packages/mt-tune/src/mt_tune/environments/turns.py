@@ -97,8 +97,8 @@ class TurnEncoder:
     def _end(self, rendered: str) -> TurnEnd:
         if self._eod is not None:
             return TurnEnd("", [self._eod], "")
-        found = END.search(rendered)
-        return TurnEnd("", [], "") if found is None else TurnEnd(found[1], self._encode(found[1]), found[2])
+        match = END.search(rendered)
+        return TurnEnd("", [], "") if match is None else TurnEnd(match[1], self._encode(match[1]), match[2])
 
     def _require_kept(self, new: Message, calls: list[Any], tools: list[Any] | None) -> None:
         """Raises ConfigError unless a turn is written alike whatever follows it. Once for each role."""

@@ -159,10 +159,12 @@ class PlayedEpisodes:
 def end_of(played: Any) -> EpisodeEnd:
     errors = [*played.errors, *(error for trace in played.traces for error in trace.errors)]
     if errors or not played.ok:
-        return EpisodeEnd(0.0, {}, "; ".join(f"{one.type}: {one.message}" for one in errors) or "it is not complete")
+        return EpisodeEnd(
+            0.0, {}, "; ".join(f"{error.type}: {error.message}" for error in errors) or "it is not complete"
+        )
     (trace,) = played.traces
     measured = {name: value for name, value in trace.metrics.items() if value is not None}
-    parts = {name: one.value for name, one in trace.rewards.items() if one is not None}
+    parts = {name: reward.value for name, reward in trace.rewards.items() if reward is not None}
     return EpisodeEnd(float(trace.reward), {name: float(value) for name, value in (measured | parts).items()}, None)
 
 

@@ -31,15 +31,15 @@ class PositionCheck(Callback):
         from mt_tune.positions.comparison import changed_positions
 
         keys = position_keys(run.config.model)
-        given = [key for key in keys if is_given(run, key)]
+        set_keys = [key for key in keys if is_given(run, key)]
         # A configuration with every key, as a run's own config.json, changes none in particular.
-        if run.resumed_from is not None or not given or len(given) == len(keys):
+        if run.resumed_from is not None or not set_keys or len(set_keys) == len(keys):
             return
         stored = stored_model(run)
         # A key that repeats the checkpoint's value, as an imported configuration has them, requests no change.
-        if stored is not None and all(getattr(run.config.model, key) == getattr(stored, key) for key in given):
+        if stored is not None and all(getattr(run.config.model, key) == getattr(stored, key) for key in set_keys):
             return
-        text = changed_positions(run.config, stored, given)
+        text = changed_positions(run.config, stored, set_keys)
         if text is not None:
             run.message(text)
 

@@ -15,10 +15,10 @@ if TYPE_CHECKING:
     from mt_models.blocks.config import DecoderConfig
 
 
-def changed_positions(config: Config, stored: DecoderConfig | None, given: Sequence[str]) -> str | None:
+def changed_positions(config: Config, stored: DecoderConfig | None, set_keys: Sequence[str]) -> str | None:
     """What has changed in samples of data.seq_length positions; None without a stored model to compare with.
 
-    given: keys of [model] that were set. Raises ConfigError where every angle is as before: a key that has no effect,
+    set_keys: those of [model] that were set. Raises ConfigError where all angles are as before: a key without effect,
     or whose effect begins beyond the samples.
     """
     if stored is None:
@@ -27,7 +27,7 @@ def changed_positions(config: Config, stored: DecoderConfig | None, given: Seque
     current: Any = config.model
     length = config.data.seq_length
     before, now = (rotated(model, length) for model in (stored, current))
-    names = ", ".join(f"model.{key}={getattr(config.model, key)}" for key in given)
+    names = ", ".join(f"model.{key}={getattr(config.model, key)}" for key in set_keys)
     if before.shape == now.shape and torch.equal(before, now):
         raise ConfigError(
             f"{names}: the positions of samples of data.seq_length={length} are rotated as in "
@@ -52,6 +52,6 @@ def rotated(model: DecoderConfig, length: int) -> Tensor:
     places = torch.linspace(0, length - 1, min(length, 4096)).round().long()
     angles = build_rotary(model).angles(places[None])
     each = [angles] if angles.in_window is None else [angles, angles.in_window]
-    tables = [torch.stack((one.cos, one.sin), dim=-1).expand(1, len(places), 1, -1, 2) for one in each]
+    tables = [torch.stack((rotation.cos, rotation.sin), dim=-1).expand(1, len(places), 1, -1, 2) for rotation in each]
     # [1, positions, 1, frequencies, 2] -> [frequencies, positions, 2] -> [frequencies, 2 x positions]
     return torch.cat([table[0, :, 0].transpose(0, 1).flatten(1) for table in tables])

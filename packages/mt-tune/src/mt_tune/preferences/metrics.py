@@ -43,13 +43,13 @@ class CollectedMetrics:
     def take_metrics(self) -> dict[str, float]:
         """Means of evaluation over all ranks. Collective over the world."""
         taken, self._evaluated = self._evaluated, []
-        own: dict[str, list[float]] = {}
+        local_values: dict[str, list[float]] = {}
         for values in taken:
             for name, (all_values, exists) in values.items():
-                own.setdefault(name, []).extend(all_values[exists].tolist())
+                local_values.setdefault(name, []).extend(all_values[exists].tolist())
         # Ranks without the last pipeline stage have none; those that share a model have the same values.
         gathered: dict[str, list[float]] = {}
-        for of_rank in all_gather_objects(own, self.parallel.world):
+        for of_rank in all_gather_objects(local_values, self.parallel.world):
             for name, of_name in of_rank.items():
                 gathered.setdefault(name, []).extend(of_name)
         return {name: self._reduced(name, values) for name, values in gathered.items() if values}

@@ -154,9 +154,9 @@ def build_unpaired(config: UnpairedDataConfig, tokenizer: Tokenizer, request: Sp
 def _needed_positions(answers: LabelledAnswers, numbers: NDArray[np.int64], length: int) -> NDArray[np.int64]:
     """Positions of each answer, so that the answers to other prompts fit into the second row, too."""
     prompts = np.array([int(answers.of(number)[1].argmax()) for number in numbers.tolist()], np.int64)
-    own = answers.positions[numbers]
-    to_other = prompts + np.roll(own - prompts, 1)
-    return np.maximum(own, np.minimum(to_other, length))
+    positions = answers.positions[numbers]
+    to_other = prompts + np.roll(positions - prompts, 1)
+    return np.maximum(positions, np.minimum(to_other, length))
 
 
 # -- encoding ----------------------------------------------------------------------------------------

@@ -49,14 +49,14 @@ def select(statistics: Statistics, sizes: Sizes, model: Any) -> Kept:
     return Kept(layers, channels, of_layers, _norm_factor(statistics.final_energy, channels))
 
 
-def _of_layer(found: LayerStatistics, channels: Tensor | None, sizes: Sizes, model: Any) -> KeptOfLayer:
-    heads, groups = _heads(found.sums["heads"], sizes.heads, model.query_groups)
-    factors = tuple(_norm_factor(found.sums[name], channels) for name in ("input_energy", "middle_energy"))
+def _of_layer(layer_statistics: LayerStatistics, channels: Tensor | None, sizes: Sizes, model: Any) -> KeptOfLayer:
+    heads, groups = _heads(layer_statistics.sums["heads"], sizes.heads, model.query_groups)
+    factors = tuple(_norm_factor(layer_statistics.sums[name], channels) for name in ("input_energy", "middle_energy"))
     return KeptOfLayer(
         heads=heads,
         groups=groups,
-        ffn=None if sizes.ffn is None else _largest(found.sums["ffn"], sizes.ffn),
-        experts=None if sizes.experts is None else _largest(found.sums["experts"], sizes.experts),
+        ffn=None if sizes.ffn is None else _largest(layer_statistics.sums["ffn"], sizes.ffn),
+        experts=None if sizes.experts is None else _largest(layer_statistics.sums["experts"], sizes.experts),
         norm_factors=(factors[0], factors[1]),
     )
 

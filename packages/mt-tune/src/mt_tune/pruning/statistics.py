@@ -44,7 +44,9 @@ def collect(model: nn.Module, batches: Iterable[Tensor], head_dim: int) -> Stati
     layers = list(decoder.layers)
     statistics = Statistics([LayerStatistics() for _ in layers])
     hooks = [
-        hook for layer, found in zip(layers, statistics.layers, strict=True) for hook in _watch(layer, found, head_dim)
+        hook
+        for layer, layer_statistics in zip(layers, statistics.layers, strict=True)
+        for hook in _watch(layer, layer_statistics, head_dim)
     ]
     last: list[Tensor] = []
     hooks.append(layers[-1].register_forward_hook(lambda _module, _inputs, output: last.append(output)))
@@ -63,34 +65,34 @@ def collect(model: nn.Module, batches: Iterable[Tensor], head_dim: int) -> Stati
     return statistics
 
 
-def _watch(layer: Any, found: LayerStatistics, head_dim: int) -> list[Any]:
+def _watch(layer: Any, layer_statistics: LayerStatistics, head_dim: int) -> list[Any]:
     """Hooks that add the activations of a layer."""
     seen: dict[str, Tensor] = {}
 
     def attention_input(_module: nn.Module, inputs: Any) -> None:
-        found.add("channels", _magnitudes(inputs[0]))
+        layer_statistics.add("channels", _magnitudes(inputs[0]))
 
     def attention_output(_module: nn.Module, _inputs: Any, output: Tensor) -> None:
         seen["attended"] = output
 
     def feed_forward_input(_module: nn.Module, inputs: Any) -> None:
-        found.add("channels", _magnitudes(inputs[0]))
+        layer_statistics.add("channels", _magnitudes(inputs[0]))
 
     def whole_layer(_module: nn.Module, inputs: Any, output: Tensor) -> None:
         x = inputs[0]
-        found.positions += x.shape[0] * x.shape[1]
-        found.add("influence", (1.0 - F.cosine_similarity(x.double(), output.double(), dim=-1)).sum())
-        found.add("input_energy", _squares(x))
-        found.add("middle_energy", _squares(x + seen.pop("attended")))
+        layer_statistics.positions += x.shape[0] * x.shape[1]
+        layer_statistics.add("influence", (1.0 - F.cosine_similarity(x.double(), output.double(), dim=-1)).sum())
+        layer_statistics.add("input_energy", _squares(x))
+        layer_statistics.add("middle_energy", _squares(x + seen.pop("attended")))
 
     def projected(_module: nn.Module, inputs: Any) -> None:
-        found.add("heads", _squares(inputs[0]).view(-1, head_dim).sum(-1))
+        layer_statistics.add("heads", _squares(inputs[0]).view(-1, head_dim).sum(-1))
 
     def routed(_module: nn.Module, _inputs: Any, routing: Any) -> None:
-        found.add("experts", _mass(routing))
+        layer_statistics.add("experts", _mass(routing))
 
     def activated(_module: nn.Module, inputs: Any) -> None:
-        found.add("ffn", _magnitudes(inputs[0]))
+        layer_statistics.add("ffn", _magnitudes(inputs[0]))
 
     hooks = [
         layer.self_attention.register_forward_pre_hook(attention_input),

@@ -179,12 +179,12 @@ class NormalFloat:
     def parts(self, columns: int) -> list[Part]:
         """columns: of the whole matrix."""
         blocks = columns // self.group
-        found = [Part(CODES, columns // 2), Part(SCALES, blocks, is_float=not self.double)]
+        parts = [Part(CODES, columns // 2), Part(SCALES, blocks, is_float=not self.double)]
         if self.double:
             # Whole on each rank: the place of a column decides which of them counts.
-            found.append(Part(NESTED, blocks // self.nested_group(columns), True, follows_inputs=False))
-            found.append(Part(OFFSET, 1, True, follows_inputs=False))
-        return found
+            parts.append(Part(NESTED, blocks // self.nested_group(columns), True, follows_inputs=False))
+            parts.append(Part(OFFSET, 1, True, follows_inputs=False))
+        return parts
 
     def quantize(self, matrix: Tensor) -> dict[str, Tensor]:
         """fp32 [rows, columns], the whole matrix as a package would quantize it"""

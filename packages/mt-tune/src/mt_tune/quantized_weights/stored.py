@@ -99,9 +99,9 @@ def _int8_of_bitsandbytes(stored: StoredWeight, form: Any) -> KeptWeight | str:
         return f"as {stored.weight.format}"
 
     def parts(index: int | None) -> dict[str, Tensor]:
-        found = stored.read()
-        scale = found["SCB"].float()[:, None] * bitsandbytes.INVERSE_127
-        return {CODES: found["weight"].view(torch.uint8), SCALES: _spread(scale, form, found["weight"].shape[1])}
+        tensors = stored.read()
+        scale = tensors["SCB"].float()[:, None] * bitsandbytes.INVERSE_127
+        return {CODES: tensors["weight"].view(torch.uint8), SCALES: _spread(scale, form, tensors["weight"].shape[1])}
 
     return KeptWeight(parts)
 
@@ -116,8 +116,8 @@ def _fp8_blocks(stored: StoredWeight, form: Any, fill: fp8_blocks.BlockFill) -> 
         return problem
 
     def parts(index: int | None) -> dict[str, Tensor]:
-        found = stored.read()
-        values, scale = _of_stack(found["weight"], index), found["scale"]
+        tensors = stored.read()
+        values, scale = _of_stack(tensors["weight"], index), tensors["scale"]
         scale = decode_e8m0(scale) if scale.dtype in fp8_blocks.EXPONENTS else scale.float()
         rows, columns = values.shape
         if fill.block is None:
@@ -144,13 +144,13 @@ def _bytes_of_compressed_tensors(
         return problem
 
     def parts(index: int | None) -> dict[str, Tensor]:
-        found = stored.read()
-        values, scale = _of_stack(found["weight"], index), found[compressed_tensors.SCALE]
+        tensors = stored.read()
+        values, scale = _of_stack(tensors["weight"], index), tensors[compressed_tensors.SCALE]
         scale = decode_e8m0(scale).to(torch.bfloat16) if group.exponents else scale
-        own = _of_stack(scale, index) if scale.ndim == found["weight"].ndim else scale
+        scales = _of_stack(scale, index) if scale.ndim == tensors["weight"].ndim else scale
         rows, columns = values.shape
-        own = own.float().reshape(rows, -1) if group.strategy == "channel" else own.float()
-        by_row = own.reshape(1, 1).expand(rows, 1) if group.strategy == "tensor" else own
+        scales = scales.float().reshape(rows, -1) if group.strategy == "channel" else scales.float()
+        by_row = scales.reshape(1, 1).expand(rows, 1) if group.strategy == "tensor" else scales
         by_row = by_row[torch.arange(rows) // group.block[0]] if group.strategy == "block" else by_row
         return {CODES: values.view(torch.uint8), SCALES: _widened(by_row, width or columns, form, columns)}
 
@@ -168,14 +168,14 @@ def _int4_of_compressed_tensors(
         return problem
 
     def parts(index: int | None) -> dict[str, Tensor]:
-        found = stored.read()
+        tensors = stored.read()
         rows, columns = stored.weight.info.shape
-        scale = found[compressed_tensors.SCALE].float()
+        scale = tensors[compressed_tensors.SCALE].float()
         by_row = scale.reshape(1, 1).expand(rows, 1) if group.strategy == "tensor" else scale.reshape(rows, -1)
         zeros = torch.full_like(by_row, 8)
-        if compressed_tensors.ZERO in found:
-            zeros = fill.zeros(found[compressed_tensors.ZERO], rows, by_row.shape[-1]).float() + 8
-        codes = unpack_bits(found[compressed_tensors.PACKED], 4, columns)
+        if compressed_tensors.ZERO in tensors:
+            zeros = fill.zeros(tensors[compressed_tensors.ZERO], rows, by_row.shape[-1]).float() + 8
+        codes = unpack_bits(tensors[compressed_tensors.PACKED], 4, columns)
         return _int4_parts(form, codes, by_row, zeros, width or columns)
 
     return KeptWeight(parts)
@@ -223,10 +223,10 @@ def _fp4(stored: StoredWeight, form: Any, codes: str, width: int, factors: Facto
         return problem
 
     def parts(index: int | None) -> dict[str, Tensor]:
-        found = stored.read()
-        packed, scales = _of_stack(found[codes], index), _of_stack(factors(found), index)
-        own = pack_nibbles(unpack_bits(packed.contiguous().view(torch.uint8), 4, columns))
-        return {CODES: own, SCALES: _widened(scales, width, form, columns)}
+        tensors = stored.read()
+        packed, scales = _of_stack(tensors[codes], index), _of_stack(factors(tensors), index)
+        repacked = pack_nibbles(unpack_bits(packed.contiguous().view(torch.uint8), 4, columns))
+        return {CODES: repacked, SCALES: _widened(scales, width, form, columns)}
 
     return KeptWeight(parts)
 
@@ -241,10 +241,10 @@ def _awq(stored: StoredWeight, form: Any, fill: awq.AwqFill) -> KeptWeight | str
         return problem
 
     def parts(index: int | None) -> dict[str, Tensor]:
-        found = stored.read()
-        scales = found["scales"].T
-        zeros = awq.unordered(found["qzeros"]).T if "qzeros" in found else torch.full(scales.shape, 8)
-        return _int4_parts(form, awq.unordered(found["qweight"]).T, scales, zeros, fill.group)
+        tensors = stored.read()
+        scales = tensors["scales"].T
+        zeros = awq.unordered(tensors["qzeros"]).T if "qzeros" in tensors else torch.full(scales.shape, 8)
+        return _int4_parts(form, awq.unordered(tensors["qweight"]).T, scales, zeros, fill.group)
 
     return KeptWeight(parts)
 
@@ -261,9 +261,9 @@ def _gptq(stored: StoredWeight, form: Any, fill: gptq.GptqFill) -> KeptWeight | 
         return "with groups of inputs that are not neighbours (desc_act)"
 
     def parts(index: int | None) -> dict[str, Tensor]:
-        found = stored.read()
-        codes = unpack_bits(found["qweight"].T, 4, columns)
-        return _int4_parts(form, codes, found["scales"].T, fill.zeros(found["qzeros"], rows).T, fill.group)
+        tensors = stored.read()
+        codes = unpack_bits(tensors["qweight"].T, 4, columns)
+        return _int4_parts(form, codes, tensors["scales"].T, fill.zeros(tensors["qzeros"], rows).T, fill.group)
 
     return KeptWeight(parts)
 

@@ -87,8 +87,10 @@ def dequantized(
     flat = {name: values.flatten(0, len(shape) - 2) for name, values in stored.items()}
     dense = torch.empty(rows, columns, dtype=dtype, device=next(iter(flat.values())).device)
     for part in row_slices(rows, columns):
-        own = {name: from_bytes(values[part]) if is_float[name] else values[part] for name, values in flat.items()}
-        dense[part] = form.dequantize(own, columns, first_column, layout.shape[-1]).to(dtype)
+        part_values = {
+            name: from_bytes(values[part]) if is_float[name] else values[part] for name, values in flat.items()
+        }
+        dense[part] = form.dequantize(part_values, columns, first_column, layout.shape[-1]).to(dtype)
     return dense.view(shape)
 
 

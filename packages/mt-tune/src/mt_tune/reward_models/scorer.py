@@ -94,10 +94,10 @@ class RewardScorer:
     @torch.inference_mode()
     def scores(self, texts: Sequence[Sequence[int]]) -> list[list[float]]:
         """The scores of each text (one of a reward model), of its ids."""
-        found: list[list[float]] = []
+        scores: list[list[float]] = []
         for start in range(0, len(texts), BATCH):
-            found += self._batch(texts[start : start + BATCH]).tolist()
-        return found
+            scores += self._batch(texts[start : start + BATCH]).tolist()
+        return scores
 
     def rewards(self, answers: Sequence[tuple[str | Messages, str | Messages]]) -> list[float]:
         """The reward of each pair of a prompt and an answer."""

@@ -37,11 +37,13 @@ def build_rewards(
     return RewardFunctions(rewards, skip_failures=keys.on_failure == "skip")
 
 
-def _callers(chosen: list[ChosenFunction], given: list[Callable[..., Any]], keys: RewardsConfig) -> dict[int, Caller]:
+def _callers(
+    chosen: list[ChosenFunction], functions: list[Callable[..., Any]], keys: RewardsConfig
+) -> dict[int, Caller]:
     """What calls each function, by its number: those that a program gives stand behind the chosen ones."""
     remote = {number: entry for number, entry in enumerate(chosen) if keys.workers and not entry.in_process}
     local = {number: _loaded(entry) for number, entry in enumerate(chosen) if number not in remote}
-    local |= {len(chosen) + place: function for place, function in enumerate(given)}
+    local |= {len(chosen) + place: function for place, function in enumerate(functions)}
     callers: dict[int, Caller] = dict.fromkeys(local, InProcess(local))
     if remote:
         callers |= dict.fromkeys(remote, _pool(remote, keys))
@@ -93,9 +95,9 @@ def chosen_function(text: str, keys: RewardsConfig, host: PluginHost) -> ChosenF
 
 
 def _of_module(label: str, name: str, keys: RewardsConfig) -> ChosenFunction:
-    found = module_reference(name, keys.modules, "rewards.functions")
-    label = label or found.attribute.rpartition(".")[2]
-    reference = replace(found, options=keys.options.get(label))
+    located = module_reference(name, keys.modules, "rewards.functions")
+    label = label or located.attribute.rpartition(".")[2]
+    reference = replace(located, options=keys.options.get(label))
     return ChosenFunction(label, reference, keys.samples_per_call, in_process=False)
 
 

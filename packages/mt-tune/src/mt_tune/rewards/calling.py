@@ -97,10 +97,10 @@ class LoadedFunction:
             return _failed(error)
 
     def _begun(self, call: Call, log: _Log) -> Any:
-        given = {} if call.environments is None else {"environments": list(call.environments)}
+        environments = {} if call.environments is None else {"environments": list(call.environments)}
         return self._function(
             **call.columns,
-            **given,
+            **environments,
             trainer_state=SimpleNamespace(global_step=call.step, max_steps=call.max_steps),
             log_extra=log.extra,
             log_metric=log.metric,

@@ -69,10 +69,12 @@ def build_code(options: Mapping[str, Any]) -> RewardFunction:
     def judge(completions: Sequence[Any], **columns: Any) -> list[float]:
         tests = column(columns, keys.column, "code")
         programs = [
-            programs_of(text_of(completion), one, keys.partial)
-            for completion, one in zip(completions, tests, strict=True)
+            programs_of(text_of(completion), sample_tests, keys.partial)
+            for completion, sample_tests in zip(completions, tests, strict=True)
         ]
-        passes = runner.map(lambda program: runner.failure(program) is None, [one for each in programs for one in each])
+        passes = runner.map(
+            lambda program: runner.failure(program) is None, [program for each in programs for program in each]
+        )
         return [sum(next(passes) for _ in each) / len(each) for each in programs]
 
     return judge
@@ -88,7 +90,9 @@ def programs_of(completion: str, tests: Any, partial: bool) -> list[str]:
         pairs = list(zip(*_streams(parsed), strict=True))
         pair_groups = [[pair] for pair in pairs] if partial else [pairs]
         return [
-            TESTS_OF_STREAMS.format(code=code, inputs=[one for one, _ in group], outputs=[one for _, one in group])
+            TESTS_OF_STREAMS.format(
+                code=code, inputs=[text for text, _ in group], outputs=[expected for _, expected in group]
+            )
             for group in pair_groups
         ]
     groups = [[test] for test in parsed] if partial else [parsed]

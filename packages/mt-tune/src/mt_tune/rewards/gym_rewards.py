@@ -34,8 +34,8 @@ def build_reasoning_gym(options: Mapping[str, Any]) -> RewardFunction:
         raise ConfigError("the reward reasoning_gym needs the package: pip install reasoning-gym") from error
 
     def answer_of(text: str) -> str | None:
-        found = ANSWER.findall(text)
-        return (found[-1].strip() if found else None) if keys.tagged else text.strip()
+        answers = ANSWER.findall(text)
+        return (answers[-1].strip() if answers else None) if keys.tagged else text.strip()
 
     def judge(completions: Sequence[Any], **columns: Any) -> list[float]:
         names = ("question", "answer", "metadata")

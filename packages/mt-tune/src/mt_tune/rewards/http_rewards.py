@@ -39,9 +39,9 @@ def build_http(options: Mapping[str, Any]) -> RewardFunction:
     _check_url(keys)
 
     def judge(completions: Sequence[Any], **columns: Any) -> Any:
-        given = {name: columns[name] for name in ("prompts", "completion_ids")}
+        prompt_fields = {name: columns[name] for name in ("prompts", "completion_ids")}
         rows = {name: values for name, values in columns.items() if name not in GIVEN}
-        answer = _posted(keys, {**given, "completions": completions, "columns": rows})
+        answer = _posted(keys, {**prompt_fields, "completions": completions, "columns": rows})
         if not isinstance(answer, dict) or not isinstance(answer.get("rewards"), list):
             raise DataError(f'{keys.url}: the answer has no list "rewards"')
         return answer["rewards"]

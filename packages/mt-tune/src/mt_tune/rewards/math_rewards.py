@@ -77,7 +77,7 @@ def build_cosine(options: Mapping[str, Any]) -> RewardFunction:
 
     def judge(completions: Sequence[Any], completion_ids: Sequence[Sequence[int]], **columns: Any) -> Any:
         right = accuracy(completions=completions, **columns)
-        return [value(one, len(ids)) for one, ids in zip(right, completion_ids, strict=True)]
+        return [value(is_right, len(ids)) for is_right, ids in zip(right, completion_ids, strict=True)]
 
     return judge
 

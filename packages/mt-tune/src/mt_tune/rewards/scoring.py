@@ -124,7 +124,7 @@ class _Scoring:
 
     def _judge(self, parts: list[_Part]) -> None:
         outcomes = self._outcomes(parts, stop_at_failure=not self.functions.skip_failures)
-        failures = [(part, found) for part, found in zip(parts, outcomes, strict=True) if isinstance(found, Failed)]
+        failures = [(part, result) for part, result in zip(parts, outcomes, strict=True) if isinstance(result, Failed)]
         # First: those that end the run leave other calls without an outcome.
         for part, failed in failures:
             self._settle(part, failed)
@@ -137,8 +137,8 @@ class _Scoring:
         outcomes: list[Outcome | None] = [None] * len(parts)
         for caller in self.functions.callers():
             places = [place for place, part in enumerate(parts) if self._reward(part).caller is caller]
-            found = caller.run([self._call(parts[place]) for place in places], stop_at_failure=stop_at_failure)
-            for place, outcome in zip(places, found, strict=True):
+            judged = caller.run([self._call(parts[place]) for place in places], stop_at_failure=stop_at_failure)
+            for place, outcome in zip(places, judged, strict=True):
                 outcomes[place] = outcome
         return outcomes
 

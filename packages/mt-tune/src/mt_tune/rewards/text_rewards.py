@@ -62,8 +62,8 @@ def build_exact_match(options: Mapping[str, Any]) -> RewardFunction:
     def answer(text: str) -> str | None:
         if pattern is None:
             return normal(text)
-        found = [*pattern.finditer(text)]
-        return normal(found[-1][1 if pattern.groups else 0] or "") if found else None
+        matches = [*pattern.finditer(text)]
+        return normal(matches[-1][1 if pattern.groups else 0] or "") if matches else None
 
     def judge(completions: Sequence[Any], **columns: Any) -> list[float]:
         right = column(columns, keys.column, "exact_match")

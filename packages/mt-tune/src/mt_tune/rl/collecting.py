@@ -60,7 +60,7 @@ class GroupCollector:
             if len(kept) == needed:
                 break
         # Groups with equal rewards fill the batch up: their advantages are 0.
-        kept += [group for group in drawn if not any(group is one for one in kept)][: needed - len(kept)]
+        kept += [group for group in drawn if not any(group is other for other in kept)][: needed - len(kept)]
         return kept, drawn
 
     def start_round(self, needed: int, ahead: int) -> None:
@@ -87,7 +87,9 @@ class GroupCollector:
         self.drawer.use_new_weights()
         version, digest = self.drawer.version, self.drawer.digest
         if digest is not None and self.digests.get(version) != digest:
-            used = {of_token for group in self.pool.groups for one in group.rollouts for of_token in one.versions}
+            used = {
+                of_token for group in self.pool.groups for rollout in group.rollouts for of_token in rollout.versions
+            }
             self.digests = {old: self.digests[old] for old in sorted(used & self.digests.keys())} | {version: digest}
             self.run.event("weights", step=version, hash=digest)
 

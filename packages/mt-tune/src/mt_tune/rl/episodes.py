@@ -73,9 +73,9 @@ class Episodes:
         while self.is_busy:
             taken = [self._taken(self._by_seat[id(seat)], answer) for seat, answer in self.pool.poll(wait=wait)]
             self._begin_waiting()
-            found = [rollout for rollout in taken if rollout is not None]
-            if found or not wait:
-                return found
+            rollouts = [rollout for rollout in taken if rollout is not None]
+            if rollouts or not wait:
+                return rollouts
         return []
 
     def end_turn(self, rollout: Rollout, finish: Finish) -> None:

@@ -43,20 +43,23 @@ def completed_batch(run: TrainingRun, collector: GroupCollector, batch: RankBatc
     options = replace(collector.options, temperature=collector.keys.eval_temperature)
     groups = collector.evaluate(groups, options)
     start = sum(map(len, of_ranks[: run.ctx.dp.rank]))
-    own = iter(groups[start : start + len(keys)])
+    local_groups = iter(groups[start : start + len(keys)])
     width = width_of(run, [plain_row(group, group.rollouts[0], collector.keys) for group in groups])
-    parts = [evaluated(arrays, [next(own) for _ in arrays[PROMPT]], width, collector) for arrays in batch.micro_batches]
+    parts = [
+        evaluated(arrays, [next(local_groups) for _ in arrays[PROMPT]], width, collector)
+        for arrays in batch.micro_batches
+    ]
     return replace(batch, micro_batches=parts)
 
 
-def evaluated(given: Arrays, groups: Sequence[Group], width: int, collector: GroupCollector) -> Arrays:
-    """A micro-batch of completions with the field EVALUATED_REWARD. given: its prompts."""
+def evaluated(prompts: Arrays, groups: Sequence[Group], width: int, collector: GroupCollector) -> Arrays:
+    """A micro-batch of completions with the field EVALUATED_REWARD. prompts: of it."""
     rows = [plain_row(group, group.rollouts[0], collector.keys) for group in groups]
     arrays = stacked(rows, width)
     mask, rewards = np.zeros_like(arrays["loss_mask"]), np.zeros_like(arrays["loss_mask"])
     for number, (row, group) in enumerate(zip(rows, groups, strict=True)):
         # A micro-batch that does not count stays without weight, and so does a completion that nothing judged.
         reward = group.rollouts[0].reward
-        mask[number, row.predicted.start] = float(given["loss_mask"][number].any() and reward is not None)
+        mask[number, row.predicted.start] = float(prompts["loss_mask"][number].any() and reward is not None)
         rewards[number, row.predicted.start] = reward or 0.0
     return {**arrays, "loss_mask": mask, EVALUATED_REWARD: rewards}

@@ -42,11 +42,11 @@ class Judge:
 
     def _set_reward(self, rollout: Rollout, total: float) -> None:
         """total: of the functions; NaN where they left the completion out."""
-        given = rollout.episode.reward if rollout.episode is not None else None
+        environment_reward = rollout.episode.reward if rollout.episode is not None else None
         if rollout.episode is not None:
-            rollout.rewards[ENVIRONMENT] = given
+            rollout.rewards[ENVIRONMENT] = environment_reward
         parts = [] if math.isnan(total) else [total]
-        parts += [] if given is None else [self.keys.environment_weight * given]
+        parts += [] if environment_reward is None else [self.keys.environment_weight * environment_reward]
         rollout.reward = math.fsum(parts) + self._overlong(rollout) if parts else None
 
     def _text(self, rollout: Rollout) -> str:
@@ -72,7 +72,7 @@ def sample_of(prompt: Prompt, rollout: Rollout) -> RewardSample:
 
 def rewards_of(groups: Sequence[Group]) -> Values:
     """[P, G] of groups of one size; NaN for a completion that no function judged."""
-    rows = [[math.nan if one.reward is None else one.reward for one in group.rollouts] for group in groups]
+    rows = [[math.nan if rollout.reward is None else rollout.reward for rollout in group.rollouts] for group in groups]
     return np.array(rows, np.float64)
 
 

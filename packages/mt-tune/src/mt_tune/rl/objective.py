@@ -78,8 +78,8 @@ class PolicyLoss:
     def __call__(self, output: Any, batch: Mapping[str, Tensor]) -> Tensor:
         if EVALUATED_REWARD in batch:
             return self._evaluated(output, batch)
-        found = self.logps.found(output, batch)
-        logps = found.values
+        found_logps = self.logps.found(output, batch)
+        logps = found_logps.values
         old = batch.get(OLD_LOGPS, logps.detach())
         tokens = Tokens(logps, old, batch[ADVANTAGES], sequence_mean(batch[SAMPLED], self.parallel.cp))
         losses = POLICY_LOSSES[self.keys.loss](tokens, self.options)
@@ -90,7 +90,7 @@ class PolicyLoss:
                 logps, batch[REFERENCE_LOGPS], ratio
             )
         if torch.is_grad_enabled():
-            self._collect(found, tokens, batch)
+            self._collect(found_logps, tokens, batch)
         return losses
 
     def _sampling_weights(self, old: Tensor, batch: Mapping[str, Tensor]) -> Tensor:
@@ -118,17 +118,17 @@ class PolicyLoss:
         """Means of evaluation: the reward over the completions of all ranks. Collective over the world."""
         taken, self._rewards = self._rewards, []
         # Ranks without the last pipeline stage have none; those that share a model have the same ones.
-        own = torch.cat(taken).double().tolist() if taken else []
-        of_ranks = [values for values in all_gather_objects(own, self.parallel.world) if values]
+        local_rewards = torch.cat(taken).double().tolist() if taken else []
+        of_ranks = [values for values in all_gather_objects(local_rewards, self.parallel.world) if values]
         together = [value for values in of_ranks for value in values]
         return {"reward": sum(together) / max(len(together), 1)}
 
     # -- metrics of training, under TRL's names -------------------------------------------------------
 
     @torch.no_grad()
-    def _collect(self, found: FoundLogps, tokens: Tokens, batch: Mapping[str, Tensor]) -> None:
+    def _collect(self, found_logps: FoundLogps, tokens: Tokens, batch: Mapping[str, Tensor]) -> None:
         here = batch["loss_mask"] > 0
-        recorded: Recorded = [("entropy", found.entropies(self.parallel.tp)[here], "mean")]
+        recorded: Recorded = [("entropy", found_logps.entropies(self.parallel.tp)[here], "mean")]
         recorded += self._clip_metrics(tokens, here)
         differences = (tokens.old_logps - batch[DRAWN_LOGPS]).abs()[here]
         recorded += [("sampling/sampling_logp_difference/" + name, differences, name) for name in ("mean", "max")]

@@ -31,7 +31,7 @@ class RoundEnd:
 
     def __call__(self, groups: Sequence[Group]) -> bool:
         complete = [group.is_finished for group in groups]
-        due = (one for group, one in zip(groups, complete, strict=True) if self.is_due(group))
+        due = (is_complete for group, is_complete in zip(groups, complete, strict=True) if self.is_due(group))
         return sum(complete) >= self.needed and all(due)
 
     def is_due(self, group: Group) -> bool:

@@ -95,7 +95,7 @@ class Group:
     @classmethod
     def from_json(cls, value: Mapping[str, Any], prompts: Mapping[Key, Prompt]) -> Group:
         file, line = value["prompt"]
-        return cls(prompts[file, line], value["position"], [rollout_of_json(one) for one in value["rollouts"]])
+        return cls(prompts[file, line], value["position"], [rollout_of_json(rollout) for rollout in value["rollouts"]])
 
     def tokens_before(self, rollout: Rollout) -> Sequence[int]:
         """Up to where the completion begins."""

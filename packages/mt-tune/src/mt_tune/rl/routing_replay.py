@@ -52,8 +52,8 @@ def add_replay(model: nn.Module, config: Config, context: ModelBuildContext) -> 
 
 def routers_of(model: nn.Module) -> Iterator[Any]:
     """The routers of this rank's layers, by layer."""
-    found = [module for module in model.modules() if hasattr(module, "choose") and hasattr(module, "expert_bias")]
-    return iter(sorted(found, key=lambda router: cast(Any, router).layer))
+    routers = [module for module in model.modules() if hasattr(module, "choose") and hasattr(module, "expert_bias")]
+    return iter(sorted(routers, key=lambda router: cast(Any, router).layer))
 
 
 # -- routers -----------------------------------------------------------------------------------------
@@ -76,12 +76,12 @@ class ReplayingRouter:
             self.noted.append(experts.to(torch.int16))
         if self.replayed is None:
             return experts
-        given = _own(self.replayed.flatten(0, 1), len(experts), self.ctx.tp)  # type: ignore[attr-defined]
-        known = given >= 0
+        replayed = _own(self.replayed.flatten(0, 1), len(experts), self.ctx.tp)  # type: ignore[attr-defined]
+        known = replayed >= 0
         if torch.is_grad_enabled():
-            differs = (experts.sort(1).values != given.sort(1).values).any(1) & known[:, 0]
+            differs = (experts.sort(1).values != replayed.sort(1).values).any(1) & known[:, 0]
             self.changed.append(differs.sum() / known[:, 0].sum().clamp(min=1))
-        return torch.where(known, given, experts)
+        return torch.where(known, replayed, experts)
 
 
 def _own(tokens: Tensor, count: int, tp: Any) -> Tensor:
@@ -113,16 +113,16 @@ class ReplayingModel:
     def run_stage(
         self, stage: Stage, hidden: Any, *arguments: Any, routed_experts: Tensor | None = None, **options: Any
     ) -> Any:
-        given = self._given if routed_experts is None else routed_experts
+        replayed = self._given if routed_experts is None else routed_experts
         self._given = None
         routers = list(routers_of(cast(nn.Module, self)))
         for router in routers:
             router.replayed, router.changed = None, getattr(router, "changed", [])
-            if given is not None and self.replays:
+            if replayed is not None and self.replays:
                 k = router.config.moe_router_topk
                 # Slots are those of all layers with experts; a stage has some of them.
                 slot = self._slots().index(router.layer)
-                router.replayed = given[..., slot * k : (slot + 1) * k]
+                router.replayed = replayed[..., slot * k : (slot + 1) * k]
         return super().run_stage(stage, hidden, *arguments, **options)  # type: ignore[misc]
 
     def decode_stage(self, stage: Stage, hidden: Any, cache: Any) -> Any:

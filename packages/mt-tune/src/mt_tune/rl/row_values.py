@@ -56,9 +56,11 @@ class RowBuilder:
     def _add(self, rows: Sequence[Row], name: str, numbers_of: NumbersOfBatch) -> None:
         """The field `name` of all rows: each data-parallel rank computes its own."""
         ctx = self.run.ctx
-        own = of_rank(rows, ctx.dp.rank, ctx.dp.size)
-        found = np.concatenate(numbers_of(rank_batch(self.run, rows))) if own else np.zeros((0, 0))
-        values = [numbers[row.predicted] * np.array(row.drawn) for row, numbers in zip(own, found, strict=True)]
+        local_rows = of_rank(rows, ctx.dp.rank, ctx.dp.size)
+        row_numbers = np.concatenate(numbers_of(rank_batch(self.run, rows))) if local_rows else np.zeros((0, 0))
+        values = [
+            numbers[row.predicted] * np.array(row.drawn) for row, numbers in zip(local_rows, row_numbers, strict=True)
+        ]
         gathered = [part for parts in all_gather_objects(values, ctx.dp) for part in parts]
         for row, part in zip(rows, gathered, strict=True):
             row.values[name] = part.astype(np.float32)

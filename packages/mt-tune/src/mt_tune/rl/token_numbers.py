@@ -37,11 +37,11 @@ class Scorer:
         """[rows, width] of each micro-batch, on all ranks that share the model."""
         engine = self.engine
         engine.weights.finish_gather()
-        training, found = self.model.training, list[Tensor]()
+        training, collected = self.model.training, list[Tensor]()
         self.model.eval()
 
         def share(numbers: Tensor, micro_batch: Batch) -> Tensor:
-            found.append(numbers.float())
+            collected.append(numbers.float())
             return numbers.sum() * 0.0
 
         batches = engine.device_batches.take(batch)
@@ -49,14 +49,14 @@ class Scorer:
             self.runner.forward(batches, share)
         finally:
             self.model.train(training)
-        return self._on_all_ranks(batches, found)
+        return self._on_all_ranks(batches, collected)
 
-    def _on_all_ranks(self, batches: Sequence[Batch], found: Sequence[Tensor]) -> list[NDArray[np.float32]]:
+    def _on_all_ranks(self, batches: Sequence[Batch], collected: Sequence[Tensor]) -> list[NDArray[np.float32]]:
         ctx = self.engine.ctx
         whole = []
         for number, batch in enumerate(batches):
             # A stage before the last one has found nothing.
-            values = found[number] if found else torch.zeros(batch["labels"].shape, device=ctx.device)
+            values = collected[number] if collected else torch.zeros(batch["labels"].shape, device=ctx.device)
             values = values.contiguous()
             if ctx.pp.size > 1:
                 all_reduce_(values, ctx.pp)

@@ -109,7 +109,7 @@ class TrainedDrawer(Drawer):
         if background is None:
             self.draw(groups, options, until)
         else:
-            background.start(lambda: self.draw(groups, options, lambda own: background.is_closing or until(own)))
+            background.start(lambda: self.draw(groups, options, lambda drawn: background.is_closing or until(drawn)))
 
     def finish(self) -> None:
         if self.background is not None:

@@ -40,8 +40,8 @@ def trained_hashes(engine: Engine, dtypes: Dtypes) -> Hashes:
 
 def module_dtypes(model: nn.Module, world: Axis) -> Dtypes:
     """Dtypes of the weights of all stages. Collective over the world."""
-    own = {name: parameter.dtype for name, parameter in model.named_parameters()}
-    return {name: dtype for of_rank in all_gather_objects(own, world) for name, dtype in of_rank.items()}
+    local_dtypes = {name: parameter.dtype for name, parameter in model.named_parameters()}
+    return {name: dtype for of_rank in all_gather_objects(local_dtypes, world) for name, dtype in of_rank.items()}
 
 
 def module_hashes(model: nn.Module, ctx: ParallelContext) -> Hashes:
@@ -69,9 +69,9 @@ def digest(hashes: Hashes) -> str:
 def hashes_of(fragments: Iterable[Fragment], world: Axis, dtypes: Dtypes | None = None) -> Hashes:
     """Slices that several ranks have count once."""
     rounded = dtypes or {}
-    own = {(part.name, part.tensor_slice): fragment_hash(part, rounded.get(part.name)) for part in fragments}
+    local_hashes = {(part.name, part.tensor_slice): fragment_hash(part, rounded.get(part.name)) for part in fragments}
     together: dict[tuple[str, TensorSlice], int] = {}
-    for parts in all_gather_objects(own, world):
+    for parts in all_gather_objects(local_hashes, world):
         together |= parts
     sums: dict[str, int] = {}
     for (name, _), value in together.items():

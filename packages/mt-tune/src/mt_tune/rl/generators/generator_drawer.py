@@ -93,13 +93,15 @@ class GeneratorDrawer:
         size = self.world.size + self.size
         group = join_transfer(self.store, self.world.rank, size, self.engine.device, self._timeout)
         self._answers()
-        dtypes = {name: dtype for one in ready.values() for name, dtype in one.dtypes.items()}
+        dtypes = {name: dtype for generator in ready.values() for name, dtype in generator.dtypes.items()}
         return WeightSender(self.engine, plan, dtypes, group), dtypes
 
     def _ready(self) -> dict[int, Ready]:
         """What each generator needs, by rank."""
-        own = {rank: answer.ready for rank, answer in self._answers().items() if answer.ready is not None}
-        return {rank: ready for of_rank in all_gather_objects(own, self.world) for rank, ready in of_rank.items()}
+        local_ready = {rank: answer.ready for rank, answer in self._answers().items() if answer.ready is not None}
+        return {
+            rank: ready for of_rank in all_gather_objects(local_ready, self.world) for rank, ready in of_rank.items()
+        }
 
     # -- rounds ---------------------------------------------------------------------------------------
 

@@ -120,7 +120,7 @@ class Generator:
 
     def ready(self) -> Ready:
         fragments = module_fragments(self.model, self.ctx)
-        return Ready(slices_of(fragments), {name: one.dtype for name, one in self.model.named_parameters()})
+        return Ready(slices_of(fragments), {name: parameter.dtype for name, parameter in self.model.named_parameters()})
 
     def answer(self, message: Message) -> Answer:
         if isinstance(message, Connect):

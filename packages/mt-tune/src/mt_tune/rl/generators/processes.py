@@ -54,47 +54,47 @@ class GeneratorProcesses:
 
     def send(self, messages: Mapping[int, Message]) -> None:
         """A message to each, by its rank. Raises TrainingError where one has ended."""
-        for one in self.started:
+        for generator in self.started:
             try:
-                one.channel.send(messages[one.rank])
+                generator.channel.send(messages[generator.rank])
             except OSError as error:
-                raise one.failure() from error
+                raise generator.failure() from error
 
     def answers(self) -> dict[int, Answer]:
         """The answer of each to the last message, by rank. Raises what one of them raised, and TrainingError where one
         has ended."""
-        found: dict[int, Answer] = {}
-        while waiting := [one for one in self.started if one.rank not in found]:
-            arrived = wait([one.channel for one in waiting], POLL_SECONDS)
-            for one in waiting:
+        answers: dict[int, Answer] = {}
+        while waiting := [generator for generator in self.started if generator.rank not in answers]:
+            arrived = wait([generator.channel for generator in waiting], POLL_SECONDS)
+            for generator in waiting:
                 # A process that was killed may have children that hold the other end, so that it stays open.
-                if one.channel in arrived or one.process.poll() is not None:
-                    found[one.rank] = received(one)
-        return found
+                if generator.channel in arrived or generator.process.poll() is not None:
+                    answers[generator.rank] = received(generator)
+        return answers
 
     def close(self) -> None:
         """Ends them: at once where one still draws."""
-        for one in self.started:
-            one.channel.close()
-            one.process.terminate()
-        for one in self.started:
+        for generator in self.started:
+            generator.channel.close()
+            generator.process.terminate()
+        for generator in self.started:
             try:
-                one.process.wait(END_SECONDS)
+                generator.process.wait(END_SECONDS)
             except subprocess.TimeoutExpired:
-                one.process.kill()
-                one.process.wait()
+                generator.process.kill()
+                generator.process.wait()
         self.started = []
 
 
-def received(one: GeneratorProcess) -> Answer:
+def received(generator: GeneratorProcess) -> Answer:
     """Raises TrainingError where there will be no answer, and the error of the answer."""
     try:
         # May be a last answer of a process that has ended since.
-        answer: Answer | None = one.channel.recv() if one.channel.poll() else None
+        answer: Answer | None = generator.channel.recv() if generator.channel.poll() else None
     except (EOFError, OSError) as error:
-        raise one.failure() from error
+        raise generator.failure() from error
     if answer is None:
-        raise one.failure()
+        raise generator.failure()
     if answer.error is not None:
         raise answer.error
     return answer

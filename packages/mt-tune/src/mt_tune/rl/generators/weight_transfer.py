@@ -29,19 +29,19 @@ def join_transfer(store: dist.Store, rank: int, size: int, device: torch.device,
     the processes of both."""
     # Not a group of torch's default world: that of training and that of generation are worlds of their own, in which
     # ranks, barriers and files mean what they mean without the other one.
-    own, limit = dist.PrefixStore("weights", store), timedelta(seconds=seconds)
+    weights_store, limit = dist.PrefixStore("weights", store), timedelta(seconds=seconds)
     if device.type != "cuda":
-        return dist.ProcessGroupGloo(own, rank, size, limit)
+        return dist.ProcessGroupGloo(weights_store, rank, size, limit)
     options = dist.ProcessGroupNCCL.Options()
     options._timeout = limit
-    return dist.ProcessGroupNCCL(own, rank, size, options)
+    return dist.ProcessGroupNCCL(weights_store, rank, size, options)
 
 
 def slices_of(fragments: Iterable[Fragment]) -> Slices:
-    found: dict[str, tuple[TensorSlice, ...]] = {}
+    slices: dict[str, tuple[TensorSlice, ...]] = {}
     for fragment in fragments:
-        found[fragment.name] = (*found.get(fragment.name, ()), fragment.tensor_slice)
-    return found
+        slices[fragment.name] = (*slices.get(fragment.name, ()), fragment.tensor_slice)
+    return slices
 
 
 def plan_transfer(trained: Sequence[Slices], generating: Sequence[Slices]) -> list[list[Copy]]:
@@ -56,7 +56,9 @@ def plan_transfer(trained: Sequence[Slices], generating: Sequence[Slices]) -> li
 
 def arriving_at(rank: int, plan: Iterable[Iterable[Copy]]) -> Connect:
     parts = [[copy for copy in copies if copy.target == rank] for copies in plan]
-    return Connect([(own[0].name, [(one.tensor_slice, one.source) for one in own]) for own in parts if own])
+    return Connect(
+        [(copies[0].name, [(copy.tensor_slice, copy.source) for copy in copies]) for copies in parts if copies]
+    )
 
 
 class WeightSender:
@@ -65,7 +67,7 @@ class WeightSender:
     def __init__(self, engine: Engine, plan: Iterable[Iterable[Copy]], dtypes: Dtypes, group: Any) -> None:
         rank = engine.ctx.world.rank
         self.engine, self.dtypes, self.group = engine, dtypes, group
-        self._sent = [own for copies in plan if (own := [copy for copy in copies if copy.source == rank])]
+        self._sent = [sent for copies in plan if (sent := [copy for copy in copies if copy.source == rank])]
 
     @torch.no_grad()
     def send(self) -> None:
@@ -102,10 +104,10 @@ class WeightReceiver:
             targets = [part_of(self._targets[name], tensor_slice) for tensor_slice, _ in parts]
             # A receive cannot write to a view with strides.
             received = [torch.empty(target.shape, dtype=target.dtype, device=target.device) for target in targets]
-            works = [self.group.recv([one], source, 0) for one, (_, source) in zip(received, parts, strict=True)]
-            for work, target, one in zip(works, targets, received, strict=True):
+            works = [self.group.recv([buffer], source, 0) for buffer, (_, source) in zip(received, parts, strict=True)]
+            for work, target, buffer in zip(works, targets, received, strict=True):
                 work.wait()
-                target.copy_(one)
+                target.copy_(buffer)
 
 
 def part_of(fragments: Sequence[Fragment], tensor_slice: TensorSlice) -> Tensor:
