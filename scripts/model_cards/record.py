@@ -9,7 +9,7 @@ from typing import Any
 
 from scripts.model_cards.compare import compare
 from scripts.model_cards.layouts import proved
-from scripts.model_cards.results import RESULTS, read
+from scripts.model_cards.results import RESULTS, WITHOUT_CLASS, read
 from scripts.model_cards.trainings import trainings
 from tests.ckpt.family_cases import CASES
 
@@ -37,7 +37,7 @@ def main(arguments: list[str]) -> None:
     names = [name for name in arguments if name not in options]
     for family in names or [spec.name for spec in host[MODELS]]:
         result = record(family, host, options)
-        if result["cases"] or result["layouts"]:
+        if result["cases"] or result["layouts"] or family in WITHOUT_CLASS:
             RESULTS.write_text(
                 json.dumps(dict(sorted({**read(), family: result}.items())), indent=1) + "\n", encoding="utf-8"
             )

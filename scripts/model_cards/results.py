@@ -168,6 +168,6 @@ def short_row(spec: ModelSpec) -> str:
 
 def beside_text(spec: ModelSpec) -> str:
     """What a model takes, by the towers and images that its configuration declares."""
-    fields: dict[str, Any] = spec.config_type.load().model_fields  # type: ignore[attr-defined]
+    fields: dict[str, Any] = spec.config_type.load().model_fields
     kinds = {"pictures": ("vision_model", "img_h"), "sound": ("audio_model",)}
     return ", ".join(kind for kind, keys in kinds.items() if any(key in fields for key in keys)) or "-"

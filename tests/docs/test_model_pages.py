@@ -14,7 +14,7 @@ from mt_core.specs import MODELS
 
 WITHOUT_PAGE = {"module"}
 """A module of the user's own."""
-WITHOUT_CARD = {"gpt_multiple_choice", "llama_multiple_choice", "retro", "biencoder"}
+WITHOUT_CARD = {"gpt_multiple_choice", "llama_multiple_choice"}
 """Heads without a class in transformers, on the layers of families that have cards."""
 
 
