@@ -72,12 +72,13 @@ def _title(rank: int, at: dict[AxisName, int]) -> str:
 
 
 def _legend(sizes: AxisSizes) -> list[str]:
-    lines = [f'<text x="{GAP}" y="20">colour: slice of every matrix (tensor parallel, {sizes.tp})</text>']
+    letter = "" if sizes.ep == 1 else f"; e: slice of the experts (expert parallel, {sizes.ep})"
+    lines = [f'<text x="{GAP}" y="20">colour: slice of every matrix (tensor parallel, {sizes.tp}){letter}</text>']
     rows = "one row" if sizes.cp == 1 else f"{sizes.cp} rows"
     lines.append(
         f'<text x="{GAP}" y="38">{rows} in a frame: part of every sequence (context parallel, {sizes.cp}); '
         "a frame: a stage of one copy of the model</text>"
     )
-    experts = "" if sizes.ep == 1 else f", but for experts; e: slice of these (expert parallel, {sizes.ep})"
+    experts = "" if sizes.ep == 1 else ", but for the experts"
     lines.append(f'<text x="{GAP}" y="56">frames of a column have the same weights and other samples{experts}</text>')
     return lines
