@@ -21,7 +21,7 @@ from mt_core.parallel.context import ParallelContext
 from mt_core.plugins import load_plugins
 from mt_infer.config import InferenceConfig
 from mt_infer.engine import InferenceEngine
-from mt_models.hugging_face import to_reference
+from mt_models.hugging_face import load_reference, to_reference
 from mt_models.minimax_m3_vl.hugging_face import HUGGING_FACE, OUTDATED_SIZE
 
 transformers = pytest.importorskip("transformers")
@@ -143,6 +143,13 @@ def test_fields_of_published_files(vision: dict[str, Any], outer: dict[str, Any]
         return
     with pytest.raises(ConfigError, match=words):
         HUGGING_FACE.read_config(changed)
+
+
+@pytest.mark.parametrize("prefix", ["", "model.", "language_model.", "language_model.model.", "model.language_model."])
+def test_layers_of_prediction_are_left_out_wherever_a_file_has_them(pair, prefix: str) -> None:
+    model, _ = pair
+    tensors = to_reference(model, HUGGING_FACE)
+    load_reference(model, {**tensors, f"{prefix}mtp.layers.0.eh_proj.weight": torch.zeros(2)}, HUGGING_FACE)
 
 
 def test_image_processors_are_read_and_written() -> None:

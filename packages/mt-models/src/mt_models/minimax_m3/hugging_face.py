@@ -103,7 +103,7 @@ TOWER = frozenset(
     }
 )
 """Tensors of the image tower, which this family does not have."""
-PREDICTION = frozenset({"mtp.*", "model.mtp.*"})
+PREDICTION = frozenset({"mtp.*", "model.mtp.*", "language_model.mtp.*"})
 """Layers of multi-token prediction, which transformers leaves out, too."""
 WITHIN = {"language_model.model.": "model.", "language_model.lm_head.": "lm_head.", "model.language_model.": "model."}
 """Prefixes of the decoder in published files, and in the memory of transformers -> those of the decoder alone."""
@@ -314,7 +314,7 @@ MINIMAX_M3 = ConfigMap(
         "router_jitter_noise": "no layer of the class reads it",
         **dict.fromkeys(
             ("use_mtp", "num_mtp_modules", "mtp_transformer_layers", "num_nextn_predict_layers"),
-            "of layers that predict further tokens, which the class has not; their tensors are refused by name",
+            "of layers that predict further tokens, which are left out",
         ),
     },
     import_extra=import_extra,
