@@ -204,6 +204,7 @@ def thinking() -> Iterator[ChatFormat]:
     chat.close()
 
 
+@pytest.mark.slow
 def test_the_client_gets_reasoning_and_sends_it_back(thinking: ChatFormat) -> None:
     with live([scripted_model("Hm.\n</think>\n\nYes.", chat=thinking)]) as served:
         client = openai_client(served)
@@ -252,6 +253,7 @@ def test_the_terminal_shows_reasoning_and_keeps_it_beside_the_answer() -> None:
     assert asked[1][1] == {"role": "assistant", "content": "Yes.", "reasoning_content": "Hm."}
 
 
+@pytest.mark.slow
 def test_a_published_call_of_another_family_reaches_the_client() -> None:
     """A stream brings each call as it is complete; the arguments have the types of the schema."""
     import json
