@@ -179,9 +179,15 @@ def import_window(external: Mapping[str, Any], kinds: Sequence[str]) -> dict[str
 
 def import_window_heads(external: Mapping[str, Any], kinds: Sequence[str]) -> int | None:
     """`num_window_attention_heads`: of a table by layer, of a key, or of the publisher's table, in this order."""
-    if SLIDING not in kinds:
-        return None
     heads = external.get("num_attention_heads", HEADS)
+    if SLIDING not in kinds:
+        table = external.get(BY_LAYER) or {}
+        if any(entry.get("num_attention_heads", heads) != heads for entry in table.values()):
+            raise ConfigError(
+                f"{BY_LAYER}={dict(table)} has other numbers of query heads than num_attention_heads={heads}, and "
+                f"layer_types has no layer with {SLIDING}, which alone can have them"
+            )
+        return None
     if external.get(BY_LAYER) is not None:
         windowed = _heads_by_layer(external[BY_LAYER], heads, kinds)
     elif external.get(WINDOW_HEADS) is not None:
