@@ -386,6 +386,8 @@ def with_few_positions(case: Case) -> Case:
 
 def with_router_loss(case: Case) -> Case:
     found = has_router_loss(getattr(transformers, case.config)())
+    # Without experts there are no logits of routers to ask for.
+    found = found and case.keys.get("num_local_experts") != 0
     return replace(case, keys={**case.keys, "output_router_logits": True}) if found else case
 
 

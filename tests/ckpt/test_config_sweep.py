@@ -131,6 +131,8 @@ TELLING = {
     "mistral4": ("rope_parameters", "norm_topk_prob", "n_group", "first_k_dense_replace", "rope_interleave"),
     "jamba": ("attn_layer_offset", "expert_layer_period", "mamba_dt_rank", "num_experts"),
     "glm4_moe_lite": ("mlp_layer_types", "rope_parameters", "rope_interleave", "q_lora_rank"),
+    "bart": ("activation_dropout", "encoder_layerdrop", "decoder_layerdrop", "hidden_size"),
+    "mixtral": ("router_jitter_noise", "attention_dropout"),
     "bert classes": ("num_labels",),
 }
 """Fields of which some values were once read as something else, or ended in a traceback."""
