@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from pathlib import Path
 from typing import Any
 
@@ -108,15 +109,34 @@ def test_another_option_than_the_models_is_an_error(model: dict[str, Any], name:
 
 
 @pytest.mark.slow
-def test_a_model_with_alibi_is_prepared_with_the_option() -> None:
-    from transformers import BloomConfig, BloomForCausalLM
+@pytest.mark.parametrize("name", ["alibi", "multiquery"])
+def test_a_model_with_the_option_is_trained(name: str) -> None:
+    from transformers import BloomConfig, BloomForCausalLM, GPTBigCodeConfig, GPTBigCodeForCausalLM
 
-    plugin = MegatronLMPlugin(other_megatron_args={"position_embedding_type": "alibi"})
-    model = BloomForCausalLM(BloomConfig(vocab_size=96, hidden_size=32, n_layer=2, n_head=4, eos_token_id=2))
-    model, *_ = Accelerator(megatron_lm_plugin=plugin, cpu=True).prepare(
-        model, torch.optim.AdamW(model.parameters()), DataLoader(samples("gpt2", 2), batch_size=2)
+    if name == "alibi":
+        arguments = {"position_embedding_type": "alibi", "attention_head_type": "multihead"}
+        model = BloomForCausalLM(BloomConfig(vocab_size=96, hidden_size=32, n_layer=2, n_head=4, eos_token_id=2))
+    else:
+        arguments = {"position_embedding_type": "absolute", "attention_head_type": "multiquery"}
+        sizes = {"n_layer": 2, "n_embd": 32, "n_head": 4, "n_inner": 64, "n_positions": 16, "vocab_size": 96}
+        model = GPTBigCodeForCausalLM(GPTBigCodeConfig(**sizes, multi_query=True, bos_token_id=0, eos_token_id=2))
+    reference = copy.deepcopy(model).eval()
+    plugin = MegatronLMPlugin(other_megatron_args=arguments)
+    model, _, loader = Accelerator(megatron_lm_plugin=plugin, cpu=True).prepare(
+        model, torch.optim.AdamW(model.parameters(), lr=1e-2), DataLoader(samples("gpt2", 4), batch_size=2)
     )
-    assert model.config.model.position_embedding_type == "alibi"
+    first, second = loader
+    assert model(**first).loss.item() == pytest.approx(reference(**first).loss.item(), rel=1e-5)
+    step(reference, first)
+    assert model(**second).loss.item() == pytest.approx(reference(**second).loss.item(), rel=1e-4)
+
+
+def step(model: Any, batch: Any) -> None:
+    """One step of plain torch, with the gradients clipped to 1."""
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+    model(**batch).loss.backward()
+    torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+    optimizer.step()
 
 
 def test_names_of_all_layers_are_one_pattern() -> None:

@@ -1,9 +1,9 @@
 """Scripts that others wrote for Accelerate run after one changed import, with the losses that Accelerate has.
 
-Some stand in Accelerate's own package and in that of pytorch-accelerated, a trainer on top of it, whose examples are in
-its wheel. The examples of Accelerate's repository and of transformers' are in no package: MT_ACCELERATE_SCRIPTS names a
-folder that is laid out as they are, and their tests skip without it. `accelerate_process/server.py` says what is put in
-the place of the hub's models and data.
+Some stand in Accelerate's own package, of several versions, and in that of pytorch-accelerated, a trainer on top of it,
+whose examples are in its wheel. The examples of Accelerate's repository and of transformers' are in no package:
+MT_ACCELERATE_SCRIPTS names a folder that is laid out as they are, and their tests skip without it.
+`accelerate_process/server.py` says what is put in the place of the hub's models and data.
 """
 
 from __future__ import annotations
@@ -71,9 +71,14 @@ BEFORE_5 = ("transformers>=4.50,<4.55",)
 """They have `send_example_telemetry`, and cut an attention mask that is longer than the text."""
 TRAINER = "pytorch-accelerated==0.1.61"
 LIBRARIES = (TRAINER, "func-to-script", "torchmetrics>=1.3,<1.4", "lightning-utilities")
+# Scripts of several years, each with the names of its time.
+VERSIONS = {CURRENT: tuple(LAYOUTS), "accelerate==1.0.1": ("own modules",), BEFORE_XLA: ("own modules",)}
 SCRIPTS = (
-    Script("accelerate/test_utils/scripts/external_deps/test_performance.py", PACKAGED, distribution=CURRENT),
-    Script("accelerate/test_utils/scripts/external_deps/test_checkpointing.py", PACKAGED, distribution=CURRENT),
+    *(
+        Script(f"accelerate/test_utils/scripts/external_deps/{name}.py", PACKAGED, version, version, layouts=layouts)
+        for name in ("test_performance", "test_checkpointing")
+        for version, layouts in VERSIONS.items()
+    ),
     # The trainer changes the batch sampler of loaders, which the plugin's do not have.
     Script(
         "examples/nlp/hf_bert_glue_mrpc.py",
@@ -81,7 +86,6 @@ SCRIPTS = (
         distribution=TRAINER,
         libraries=LIBRARIES,
         layouts=("own modules",),
-        halved=("--batch_size", "8"),
     ),
     *(
         Script(f"examples/core/{name}.py", distribution=TRAINER, libraries=LIBRARIES, layouts=("own modules",))
@@ -160,7 +164,8 @@ def located(script: Script) -> Path:
 
 
 def named(script: Script) -> str:
-    return Path(script.path).stem
+    is_older = script.distribution not in (None, CURRENT, TRAINER)
+    return Path(script.path).stem + (f" of {script.distribution}" if is_older else "")
 
 
 Started = Callable[..., Scripts]
