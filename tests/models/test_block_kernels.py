@@ -70,6 +70,7 @@ def errors_of_blocks(rank: int, world: int) -> dict[str, float]:
     return found
 
 
+@pytest.mark.slow
 def test_kernels_compute_the_formulas() -> None:
     (errors,) = run_interpreted(errors_of_blocks)
     assert {name: error for name, error in errors.items() if not error < 5e-6} == {}
