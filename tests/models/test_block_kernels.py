@@ -11,6 +11,7 @@ from torch import Tensor
 
 from mt_models.blocks.gated_delta_rule import DeltaInputs
 
+pytestmark = pytest.mark.long
 STEPS = {
     "one position": (3, 1, 2, 4, 5, 7, False),
     "positions": (2, 3, 1, 3, 20, 18, False),
@@ -70,7 +71,6 @@ def errors_of_blocks(rank: int, world: int) -> dict[str, float]:
     return found
 
 
-@pytest.mark.slow
 def test_kernels_compute_the_formulas() -> None:
     (errors,) = run_interpreted(errors_of_blocks)
     assert {name: error for name, error in errors.items() if not error < 5e-6} == {}
@@ -102,7 +102,6 @@ def compiled_cases() -> list[tuple[str, str, dict[str, str], dict[str, Any], int
     return cases
 
 
-@pytest.mark.long
 def test_kernels_compile_for_hopper_without_spills(tmp_path, monkeypatch) -> None:
     pytest.importorskip("triton")
     from tests.core.nn.kernels.cubin import bytes_of_stack
