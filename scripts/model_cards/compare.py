@@ -82,11 +82,12 @@ def largest_error(ours: Tensor, theirs: Tensor) -> float:
 
 
 def same_model(theirs: nn.Module, family: HuggingFaceFamily, host: PluginHost) -> nn.Module:
+    tensors = published(theirs, theirs.state_dict())
     external = {**theirs.config.to_dict(), "architectures": [type(theirs).__name__]}
-    config = config_from_dict({"model": family.read_config(external)}, host)
+    config = config_from_dict({"model": family.read_config(family.held(external, tensors))}, host)
     context = ModelBuildContext(config, ParallelContext(), host)
     model = host[MODELS].get(family.family).build.load()(config.model, context).eval()
-    load_reference(model, published(theirs, theirs.state_dict()), family)
+    load_reference(model, tensors, family)
     return model
 
 
