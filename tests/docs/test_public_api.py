@@ -19,6 +19,7 @@ STUBS = sorted(ROOT.glob("packages/*/src/**/__init__.pyi"))
 MODULES_OF_THEIR_OWN = {
     "mt_core.specs": "the kinds of things that plugins register, by which a host is asked",
     "mt_accelerate.utils": "the names of accelerate.utils, in one module as there",
+    "mt_infer.chat.tool_calls": "what forms of tool calls are put together from",
     "mt_ckpt.megatron.arguments": "tables of arguments, shown to say where they are",
 }
 """Modules that documentation imports from although no folder lists their names."""
