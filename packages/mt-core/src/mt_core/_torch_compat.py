@@ -379,14 +379,14 @@ def _references() -> frozenset[FunctionType]:
     """The references of all operations, and what their decorators call."""
     from torch._decomp import global_decomposition_table
 
-    found: set[FunctionType] = set()
+    references: set[FunctionType] = set()
     for table in global_decomposition_table.values():
         for reference in table.values():
             called: object = reference
             while isinstance(called, FunctionType):
-                found.add(called)
+                references.add(called)
                 called = _decorated(called)
-    return frozenset(found)
+    return frozenset(references)
 
 
 def _decorated(function: FunctionType) -> object:
@@ -402,8 +402,8 @@ def tensor_without_memory(
     cls: type[Tensor], shape: tuple[int, ...], dtype: torch.dtype, device: torch.device
 ) -> Tensor:
     """An instance of a subclass of Tensor that implements `__torch_dispatch__`; operations on it are the subclass's."""
-    found: Tensor = Tensor._make_wrapper_subclass(cls, shape, dtype=dtype, device=device)
-    return found
+    tensor: Tensor = Tensor._make_wrapper_subclass(cls, shape, dtype=dtype, device=device)
+    return tensor
 
 
 def call_without_overrides(func: Callable[..., Any], args: Any, kwargs: Mapping[str, Any]) -> Any:

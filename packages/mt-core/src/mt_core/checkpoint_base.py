@@ -123,11 +123,11 @@ def base_entry(path: str, tensors: Mapping[str, Sequence[Any]]) -> dict[str, Any
 
 def described(reader: CheckpointReader, names: Sequence[str]) -> dict[str, list[Any]]:
     """Name -> [dtype, shape, hash] of tensors, which are read one after another."""
-    found: dict[str, list[Any]] = {}
+    descriptions: dict[str, list[Any]] = {}
     for name in names:
         tensor = reader.read(name)
-        found[name] = [dtype_name(tensor.dtype), list(tensor.shape), tensor_hash(tensor)]
-    return found
+        descriptions[name] = [dtype_name(tensor.dtype), list(tensor.shape), tensor_hash(tensor)]
+    return descriptions
 
 
 def dtype_name(kind: dtype) -> str:

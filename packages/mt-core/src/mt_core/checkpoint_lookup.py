@@ -59,8 +59,8 @@ def best_name(checkpoints: Path) -> str | None:
 
 def _best_of(run: Path) -> Path | None:
     """The best checkpoint of a run directory, or of its folder of checkpoints."""
-    found = ((folder, best_name(folder)) for folder in (run / CHECKPOINTS, run))
-    return next((folder / name for folder, name in found if name is not None), None)
+    names = ((folder, best_name(folder)) for folder in (run / CHECKPOINTS, run))
+    return next((folder / name for folder, name in names if name is not None), None)
 
 
 def folder_of_step(step: int) -> str:
@@ -110,26 +110,26 @@ def find_checkpoint(path: str | Path, step: int | None = None) -> Path:
 
     step: of a run, take this step's instead of the newest. A path may be a URL of an object store.
     """
-    given = as_path(path)
+    location = as_path(path)
     # A folder that is really called "best" is taken as it is.
-    if given.name == BEST and not given.is_dir() and (best := _best_of(given.parent)) is not None:
-        given = best
+    if location.name == BEST and not location.is_dir() and (best := _best_of(location.parent)) is not None:
+        location = best
     # Of a format that is one file, such as GGUF.
-    if given.is_file():
-        return given
-    if not given.is_dir():
-        raise CheckpointError(f"{given}: no such directory; give a run directory or a checkpoint in it")
+    if location.is_file():
+        return location
+    if not location.is_dir():
+        raise CheckpointError(f"{location}: no such directory; give a run directory or a checkpoint in it")
     # A run directory has checkpoints/latest; its folder of checkpoints has latest itself.
-    folders = [folder for folder in (given / CHECKPOINTS, given) if (folder / LATEST).is_file()]
+    folders = [folder for folder in (location / CHECKPOINTS, location) if (folder / LATEST).is_file()]
     # Neither: the path is that of a checkpoint, whose format open_checkpoint() finds out.
-    if not folders and not (given / CHECKPOINTS).is_dir():
-        return given
-    found = None
+    if not folders and not (location / CHECKPOINTS).is_dir():
+        return location
+    checkpoint = None
     if folders:
-        found = newest_checkpoint(folders[0]) if step is None else checkpoint_of_step(folders[0], step)
-    if found is None:
-        raise CheckpointError(f"{given}: this run has no complete checkpoint yet")
-    return found
+        checkpoint = newest_checkpoint(folders[0]) if step is None else checkpoint_of_step(folders[0], step)
+    if checkpoint is None:
+        raise CheckpointError(f"{location}: this run has no complete checkpoint yet")
+    return checkpoint
 
 
 def open_with(spec: CheckpointLoaderSpec, path: Path, host: PluginHost, config: Path | None = None) -> CheckpointReader:

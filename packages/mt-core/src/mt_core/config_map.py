@@ -95,14 +95,14 @@ class ConfigMap:
 
     def _with_one_spelling(self, external: Mapping[str, Any]) -> dict[str, Any]:
         """Raises ConfigError for two names of one key with different values: which one counts depends on the reader."""
-        found = dict(external)
+        values = dict(external)
         for other, key in self.spellings.items():
-            if other in found and found.setdefault(key, found[other]) != found.pop(other):
+            if other in values and values.setdefault(key, values[other]) != values.pop(other):
                 raise ConfigError(
                     f"{key}={external[key]!r} and {other}={external[other]!r} contradict each other; they mean the "
                     "same, so remove what is wrong"
                 )
-        return found
+        return values
 
     def export_value(self, model: Mapping[str, Any]) -> dict[str, Any]:
         """The external configuration of a [model] section with every key present."""

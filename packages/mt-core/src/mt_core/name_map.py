@@ -163,16 +163,16 @@ class NameMap:
 
     def reading(self, names: Iterable[str]) -> NameMap:
         """The map for files that have these external names: each rule in the form in which they hold its parameter."""
-        given = frozenset(names)
+        external_names = frozenset(names)
         # 0 layers: the rules are expanded already.
-        return NameMap([rule.reading(given) for rule in self.rules], 0, self.ignored)
+        return NameMap([rule.reading(external_names) for rule in self.rules], 0, self.ignored)
 
     def check(self, ours: Iterable[str], theirs: Iterable[str]) -> None:
         """Raise CheckpointError unless the rules take each external tensor once and give each parameter once."""
-        wanted, given = set(ours), {name for name in theirs if not self._is_ignored(name)}
+        wanted, external_names = set(ours), {name for name in theirs if not self._is_ignored(name)}
         sources = [name for rule in self.rules for name in rule.sources]
-        problems = [f"{name} is missing in the checkpoint" for name in sources if name not in given]
-        problems += [f"{name} is in the checkpoint but unknown" for name in sorted(given - set(sources))]
+        problems = [f"{name} is missing in the checkpoint" for name in sources if name not in external_names]
+        problems += [f"{name} is in the checkpoint but unknown" for name in sorted(external_names - set(sources))]
         problems += [f"{name} has no rule" for name in sorted(wanted - set(self._by_ours))]
         problems += [f"{name} is not a parameter of the model" for name in self._by_ours if name not in wanted]
         # Two rules that read one tensor would import it into two parameters and export it twice.
@@ -185,8 +185,8 @@ class NameMap:
     def left_out(self, theirs: Iterable[str]) -> dict[str, int]:
         """Patterns of external tensors that are weights of other parts than the model has, such as a tower of images or
         prediction layers, and how many each stands for. A name without * is that of a buffer."""
-        found = (next((p for p in self._patterns if fnmatchcase(name, p)), None) for name in theirs)
-        return dict(sorted(Counter(pattern for pattern in found if pattern is not None).items()))
+        patterns = (next((p for p in self._patterns if fnmatchcase(name, p)), None) for name in theirs)
+        return dict(sorted(Counter(pattern for pattern in patterns if pattern is not None).items()))
 
     def _is_ignored(self, name: str) -> bool:
         return name in self.ignored or any(fnmatchcase(name, pattern) for pattern in self._patterns)

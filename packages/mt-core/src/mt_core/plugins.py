@@ -117,14 +117,14 @@ class Registry(Generic[SpecT]):
 
         Raises PluginError when no plugin registers the name, or when more than one does.
         """
-        found = [r for r in self.registrations if r.spec.name == name]
-        if len(found) == 1:
-            return found[0].spec
+        matching = [r for r in self.registrations if r.spec.name == name]
+        if len(matching) == 1:
+            return matching[0].spec
         source = asker or (f"{key}={name}" if key else name)
-        if not found and (alias := self._by_alias(name, source)) is not None:
+        if not matching and (alias := self._by_alias(name, source)) is not None:
             return alias
-        if found:
-            owners = " and ".join(r.plugin.label for r in found)
+        if matching:
+            owners = " and ".join(r.plugin.label for r in matching)
             raise PluginError(
                 f'{source}: {self.kind.title} named "{name}" is registered by {owners}; '
                 f"keep one of them with {ALLOW_LIST_VARIABLE}, or uninstall the other"
@@ -133,12 +133,14 @@ class Registry(Generic[SpecT]):
 
     def _by_alias(self, name: str, source: str) -> SpecT | None:
         """The only spec with this alias, its name being logged; an error if there are two. source: what names it."""
-        found = [spec for spec in self if name in spec.aliases]
-        if len(found) == 1:
-            log.warning("note: %s is called %s here", source, found[0].name)
-            return found[0]
-        if found:
-            raise PluginError(f"{source} is {' or '.join(sorted(spec.name for spec in found))} here; name one of them")
+        matching = [spec for spec in self if name in spec.aliases]
+        if len(matching) == 1:
+            log.warning("note: %s is called %s here", source, matching[0].name)
+            return matching[0]
+        if matching:
+            raise PluginError(
+                f"{source} is {' or '.join(sorted(spec.name for spec in matching))} here; name one of them"
+            )
         return None
 
     def _missing(self, name: str) -> str:
@@ -303,14 +305,14 @@ class PluginHost:
 
     def duplicates(self) -> list[tuple[str, str, list[Plugin]]]:
         """(kind, name, plugins) for each name that more than one plugin registers."""
-        found = []
+        duplicates = []
         for kind in self.kinds:
             registry = self.registry(kind)
             for name in registry.names():
                 owners = registry.owners(name)
                 if len(owners) > 1:
-                    found.append((kind, name, owners))
-        return found
+                    duplicates.append((kind, name, owners))
+        return duplicates
 
 
 def _taking(implementation: pluggy.HookImpl) -> Callable[..., Any]:
@@ -371,26 +373,30 @@ def load_plugins(
 def _installed() -> list[Candidate]:
     """The entry points of the installed distributions. Of distributions with one name the first on sys.path counts, as
     for importlib.metadata. An entry_points.txt that is changed in place is read by the next process."""
-    found: dict[str, list[Candidate]] = {}
+    by_distribution: dict[str, list[Candidate]] = {}
     for folder in dict.fromkeys(map(os.path.abspath, sys.path)):
         for name, candidates in _read_folder(folder, _modification_time(folder)).items():
             # setdefault: the first folder of sys.path wins.
-            found.setdefault(name, candidates)
-    return [candidate for candidates in found.values() for candidate in candidates]
+            by_distribution.setdefault(name, candidates)
+    return [candidate for candidates in by_distribution.values() for candidate in candidates]
 
 
 @lru_cache(maxsize=64)
 def _read_folder(folder: str, modified: int) -> dict[str, list[Candidate]]:
     """Those of a folder of sys.path by the normalized name of their distribution; an empty list for one without any.
     modified: its time, so that it is read again after a change."""
-    found: dict[str, list[Candidate]] = {}
+    by_distribution: dict[str, list[Candidate]] = {}
     for distribution in distributions(path=[folder]):
-        if own := [_describe(one) for one in distribution.entry_points if one.group == ENTRY_POINT_GROUP]:
-            found.setdefault(_normalized(own[0].distribution), own)
+        if candidates := [
+            _describe(entry_point)
+            for entry_point in distribution.entry_points
+            if entry_point.group == ENTRY_POINT_GROUP
+        ]:
+            by_distribution.setdefault(_normalized(candidates[0].distribution), candidates)
     # A distribution without a plugin still hides another of its name further on in sys.path.
     for name in _distributions_in(folder):
-        found.setdefault(name, [])
-    return found
+        by_distribution.setdefault(name, [])
+    return by_distribution
 
 
 def _distributions_in(folder: str) -> list[str]:

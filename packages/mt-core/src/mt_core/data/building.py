@@ -84,12 +84,12 @@ def require_samples(dataset: Dataset, needed: int) -> None:
 def unsuitable_data(inputs: Iterable[str], config: Config, host: PluginHost) -> str | None:
     """Says which of a model's inputs some data sets give and the configured one does not; None: it gives them all."""
     # Fields by the declared schema: no data set is opened to find out.
-    given = {spec.name: {entry.name for entry in spec.sample} for spec in host[DATASETS]}
-    chosen = given[host[DATASETS].get(config.data.dataset_type, key="data.dataset_type").name]
-    missing = [name for name in inputs if name not in chosen and any(name in names for names in given.values())]
+    names_of = {spec.name: {entry.name for entry in spec.sample} for spec in host[DATASETS]}
+    chosen = names_of[host[DATASETS].get(config.data.dataset_type, key="data.dataset_type").name]
+    missing = [name for name in inputs if name not in chosen and any(name in names for names in names_of.values())]
     if not missing:
         return None
-    able = sorted(name for name, names in given.items() if names.issuperset(missing))
+    able = sorted(name for name, names in names_of.items() if names.issuperset(missing))
     others = f"; {', '.join(able)} do" if able else ""
     return (
         f"data.dataset_type={config.data.dataset_type} gives no {' and '.join(missing)}, which "

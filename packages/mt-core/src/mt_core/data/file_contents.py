@@ -37,8 +37,8 @@ def configured_contents(config: Config) -> list[dict[str, Any]]:
     paths = list(islice(dict.fromkeys(_configured_files(config)), MOST_FILES))
     # Latency of a shared file system is what reading many small blocks costs.
     with ThreadPoolExecutor(16) as pool:
-        found = pool.map(file_content, paths)
-    return [entry for entry in found if entry is not None]
+        contents = pool.map(file_content, paths)
+    return [entry for entry in contents if entry is not None]
 
 
 def file_content(path: Path) -> dict[str, Any] | None:
@@ -65,8 +65,10 @@ def _digest(path: Path, size: int, written: int) -> str:
 def changed_files(recorded: Sequence[Mapping[str, Any]]) -> list[Mapping[str, Any]]:
     """The entries whose files are there, and no longer hold what was recorded."""
     with ThreadPoolExecutor(16) as pool:
-        found = pool.map(lambda entry: file_content(Path(entry["path"])), recorded)
-    return [was for was, now in zip(recorded, found, strict=True) if now is not None and now["digest"] != was["digest"]]
+        contents = pool.map(lambda entry: file_content(Path(entry["path"])), recorded)
+    return [
+        was for was, now in zip(recorded, contents, strict=True) if now is not None and now["digest"] != was["digest"]
+    ]
 
 
 def _blocks(size: int) -> Iterator[tuple[int, int]]:

@@ -81,8 +81,10 @@ def _publish_difference(store: dist.Store, values: Mapping[str, Any], rank: int)
     if store.get(DIGEST).decode() == digest:
         return
     first_host, first = json.loads(store.get(VALUES))
-    own = json.loads(text)
-    keys = [(key, first[key], own[key]) for key in first if key in own and first[key] != own[key]]
+    local_values = json.loads(text)
+    keys = [
+        (key, first[key], local_values[key]) for key in first if key in local_values and first[key] != local_values[key]
+    ]
     if keys:
         shown = [(key, _short(there), _short(here)) for key, there, here in keys[:SHOWN_KEYS]]
         difference = Difference(rank, socket.gethostname(), first_host, shown, len(keys))
@@ -107,8 +109,8 @@ def _wait(store: dist.Store, world: int, topic: str, timeout: float) -> None:
 
 def _read_differences(store: dist.Store) -> list[Difference]:
     count = min(store.add(DIFFERENCES, 0), SHOWN_RANKS)
-    found = [Difference(*json.loads(store.get(f"{DIFFERENCES}/{number}"))) for number in range(1, count + 1)]
-    return sorted(found)  # by rank: which rank wrote first is chance
+    differences = [Difference(*json.loads(store.get(f"{DIFFERENCES}/{number}"))) for number in range(1, count + 1)]
+    return sorted(differences)  # by rank: which rank wrote first is chance
 
 
 def _message(topic: str, differences: list[Difference], world: int) -> str:

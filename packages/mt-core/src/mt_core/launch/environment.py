@@ -235,8 +235,8 @@ def _slurm_master(environ: Mapping[str, str]) -> str:
 def _required(environ: Mapping[str, str], name: str) -> str:
     value = environ.get(name, "")
     if not value:
-        given = [other for other in ("RANK", "WORLD_SIZE") if other in environ]
-        also = f" although {' and '.join(given)} {'is' if len(given) == 1 else 'are'}" if given else ""
+        present = [other for other in ("RANK", "WORLD_SIZE") if other in environ]
+        also = f" although {' and '.join(present)} {'is' if len(present) == 1 else 'are'}" if present else ""
         raise ConfigError(f"{name} is not set{also}; start with mt train --nproc N, torchrun or srun, or unset these")
     return value
 

@@ -132,13 +132,13 @@ def failure_path(folder: Path, rank: int) -> Path:
 
 def read_failures(folder: Path, ranks: Iterable[int]) -> dict[int, Failure]:
     """The records of the ranks that left one."""
-    found = {}
+    failures = {}
     for rank in ranks:
         try:
-            found[rank] = Failure.from_json(failure_path(folder, rank).read_text(encoding="utf-8"))
+            failures[rank] = Failure.from_json(failure_path(folder, rank).read_text(encoding="utf-8"))
         except (FileNotFoundError, ValueError, TypeError):  # no record, or one of another version
             continue
-    return found
+    return failures
 
 
 def forget_failure(folder: Path | None, rank: int) -> None:

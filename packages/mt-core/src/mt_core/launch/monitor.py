@@ -140,14 +140,14 @@ def late_ranks(own_rank: int, own: Position, others: dict[int, Position]) -> tup
     All ranks enter the same phases in the same order, so the lowest count identifies the ranks that are behind. When
     all counts are equal, the ranks wait for one another inside the same phase, and no rank is named.
     """
-    given = f"phase {own.phase} has lasted {own.seconds:.0f} s on rank {own_rank}, more than its {own.timeout:g} s"
+    message = f"phase {own.phase} has lasted {own.seconds:.0f} s on rank {own_rank}, more than its {own.timeout:g} s"
     fewest = min([own.entered, *(position.entered for position in others.values())])
     everyone = {own_rank: own, **others}
     late = tuple(sorted(rank for rank, position in everyone.items() if position.entered == fewest))
     if len(late) == len(everyone):
         where = f"in {own}" if own.step is not None else "in it"
-        return (), f"{given}. No rank is behind: all are {where}; errors/ has the place at which each one waits"
+        return (), f"{message}. No rank is behind: all are {where}; errors/ has the place at which each one waits"
     places = "; ".join(f"rank {rank} ({everyone[rank]}, for {everyone[rank].seconds:.0f} s)" for rank in late[:SHOWN])
     more = f" and {len(late) - SHOWN} more" if len(late) > SHOWN else ""
     ahead = ranks([rank for rank in everyone if rank not in late]).lower()
-    return late, f"{given}. Late: {places}{more}; {ahead} came further"
+    return late, f"{message}. Late: {places}{more}; {ahead} came further"

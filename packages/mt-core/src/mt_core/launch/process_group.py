@@ -158,13 +158,13 @@ def run_store(store: dist.Store, attempt: int) -> dist.Store:
 def _require_same_world(store: dist.Store, environment: RankEnvironment, device_type: str) -> None:
     """Raise ConfigError, here and on the ranks that wait, where nodes were started with other numbers of ranks or one
     rank twice, or with other types of devices, whose process groups would wait for one another."""
-    own = f"{environment.world_size} ranks on {device_type}"
+    world = f"{environment.world_size} ranks on {device_type}"
     # compare_set with "" sets the key if it is absent, and returns what is there.
-    first, _, host = store.compare_set(WORLD, "", f"{own}@{environment.host}").decode().partition("@")
+    first, _, host = store.compare_set(WORLD, "", f"{world}@{environment.host}").decode().partition("@")
     holder = store.compare_set(f"{HOLDER}/{environment.rank}", "", _process(environment)).decode()
     problem = None
-    if first != own:
-        problem = f"{host} was started for {first}, and {environment.host} for {own}"
+    if first != world:
+        problem = f"{host} was started for {first}, and {environment.host} for {world}"
     elif holder != _process(environment):
         problem = f"rank {environment.rank} was started twice, as {holder} and as {_process(environment)}"
     if problem is not None:

@@ -83,8 +83,8 @@ class AttentionPattern:
         if self.window is not None:
             hidden = hidden | (distance.abs() >= self.window)
         if self.segment_ids is not None:
-            own = self.segment_ids[:, keys - queries :, None] == self.segment_ids[:, None, :]  # [B, S, T]
-            hidden = hidden | ~own[:, None]
+            same_segment = self.segment_ids[:, keys - queries :, None] == self.segment_ids[:, None, :]  # [B, S, T]
+            hidden = hidden | ~same_segment[:, None]
         if self.key_padding is not None:
             hidden = hidden | ~self.key_padding[:, None, None, :]
         mask = torch.zeros(hidden.shape, dtype=dtype, device=device)

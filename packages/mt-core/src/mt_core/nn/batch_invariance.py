@@ -156,10 +156,10 @@ class _BatchInvariance(TorchDispatchMode):
         """a [R, K], b [K, N] -> [R, N]"""
         if not a.numel() or not b.numel():
             return func(a, b)
-        own = b.shape[1]
+        columns = b.shape[1]
         wide = _widened(b, self.width(b[None]))  # [K, width]
         # At most as many rows as were checked. Rows of zeros do not change others.
-        pieces = [torch.mm(_filled(piece, 0), wide)[: len(piece), :own] for piece in a.split(MOST_ROWS)]
+        pieces = [torch.mm(_filled(piece, 0), wide)[: len(piece), :columns] for piece in a.split(MOST_ROWS)]
         return pieces[0] if len(pieces) == 1 else torch.cat(pieces)
 
     def _addmm(self, func: Any, bias: Tensor, a: Tensor, b: Tensor, *, beta: float = 1, alpha: float = 1) -> Tensor:
@@ -170,11 +170,13 @@ class _BatchInvariance(TorchDispatchMode):
         """a [B, R, K], b [B, K, N] -> [B, R, N]"""
         if not a.numel() or not b.numel():
             return func(a, b)
-        own = b.shape[2]
+        columns = b.shape[2]
         # Strides are part of what was checked.
         b = b.contiguous()
         wide = _widened(b, self.width(b[:1]))
-        pieces = [torch.bmm(_filled(piece, 1), wide)[:, : piece.shape[1], :own] for piece in a.split(MOST_ROWS, dim=1)]
+        pieces = [
+            torch.bmm(_filled(piece, 1), wide)[:, : piece.shape[1], :columns] for piece in a.split(MOST_ROWS, dim=1)
+        ]
         return pieces[0] if len(pieces) == 1 else torch.cat(pieces, dim=1)
 
     def _baddbmm(self, func: Any, added: Tensor, a: Tensor, b: Tensor, *, beta: float = 1, alpha: float = 1) -> Tensor:
@@ -232,7 +234,7 @@ def _is_invariant(b: Tensor) -> bool:
     parts = [(first, torch.mm(a[0, first : first + rows].contiguous(), b[0])) for first, rows in spans]
     three = torch.bmm(a[:, :48].expand(3, -1, -1).contiguous(), b.expand(3, -1, -1).contiguous())
     return all(torch.equal(part, whole[first : first + len(part)]) for first, part in parts) and all(
-        torch.equal(one, whole[:48]) for one in three
+        torch.equal(product, whole[:48]) for product in three
     )
 
 

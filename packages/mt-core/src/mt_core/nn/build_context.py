@@ -145,16 +145,16 @@ class ModelBuildContext:
     def _check_divisible(self, request: AttentionRequest) -> None:
         """Raise ConfigError for attention that context-parallel ranks cannot share."""
         parallel, family = self.config.parallel, self.config.model.family
-        given = f"parallel.context_parallel_size={parallel.context_parallel_size}: model.family={family} has"
+        prefix = f"parallel.context_parallel_size={parallel.context_parallel_size}: model.family={family} has"
         if not request.causal:
             raise ConfigError(
-                f"{given} attention in both directions, which is not sharded over context-parallel ranks; set "
+                f"{prefix} attention in both directions, which is not sharded over context-parallel ranks; set "
                 "parallel.context_parallel_size to 1"
             )
         if request.logit_softcap is not None and not self.context_parallel_method.whole_sequences:
             able = [f'"{method.name}"' for method in self.host[CONTEXT_PARALLEL_METHODS] if method.whole_sequences]
             raise ConfigError(
-                f"{given} a soft cap on its scores, and parallel.cp_comm_type={parallel.cp_comm_type} computes blocks "
+                f"{prefix} a soft cap on its scores, and parallel.cp_comm_type={parallel.cp_comm_type} computes blocks "
                 f"of scores without one; set parallel.cp_comm_type to {' or '.join(able)}"
             )
 

@@ -83,11 +83,11 @@ class SampleNoise(nn.Module):
         """[B, S of the whole sequence, ...] -> this rank's positions."""
         # First context-parallel chunks, then the sequence-parallel share of these: the order in which the tokens were
         # cut.
-        own = shard_sequence(whole, SEQUENCE_DIM, self.ctx.cp)
+        shard = shard_sequence(whole, SEQUENCE_DIM, self.ctx.cp)
         if not self.ctx.sequence_parallel:
-            return own
+            return shard
         # A copy: autograd keeps it, and would keep what the whole sequence drew with a view.
-        return own.chunk(self.ctx.tp.size, SEQUENCE_DIM)[self.ctx.tp.rank].clone()
+        return shard.chunk(self.ctx.tp.size, SEQUENCE_DIM)[self.ctx.tp.rank].clone()
 
 
 class Dropout(SampleNoise):

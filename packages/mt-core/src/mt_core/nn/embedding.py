@@ -61,8 +61,8 @@ class VocabParallelEmbedding(LayoutModule):
             return F.embedding(ids, self.weight)
         # Ids of other ranks look up row 0 and are then zeroed, so that the sum over ranks has one term that is not 0.
         elsewhere = (ids < self.range.start) | (ids >= self.range.stop)
-        own = F.embedding((ids - self.range.start).masked_fill(elsewhere, 0), self.weight)
-        return leave_tensor_parallel(own.masked_fill(elsewhere[..., None], 0.0), self.ctx)
+        embedded = F.embedding((ids - self.range.start).masked_fill(elsewhere, 0), self.weight)
+        return leave_tensor_parallel(embedded.masked_fill(elsewhere[..., None], 0.0), self.ctx)
 
 
 class VocabParallelOutput(LinearModule):

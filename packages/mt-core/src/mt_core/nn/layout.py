@@ -59,8 +59,8 @@ class Split:
         if len(shares) == 1:
             return shares[0]
         size = shares[0].shape[self.dim] * len(shares)
-        own = [block // len(shares) for block in self.block_sizes(size)]  # a share's part of each block
-        blocks = zip(*(share.split(own, self.dim) for share in shares), strict=True)
+        sizes = [block // len(shares) for block in self.block_sizes(size)]  # a share's part of each block
+        blocks = zip(*(share.split(sizes, self.dim) for share in shares), strict=True)
         return torch.cat([part for block in blocks for part in block], self.dim)
 
 
@@ -211,13 +211,13 @@ def parameter_layouts(model: nn.Module) -> dict[str, ParameterLayout]:
 
     Raises ValueError for a parameter that was made without `declare`: it would have no known layout.
     """
-    found = declared_layouts(model)
+    layouts = declared_layouts(model)
     # A parameter that two modules share counts once, under the name that PyTorch lists.
     names = [name for name, _ in model.named_parameters()]
     for name in names:
-        if name not in found:
+        if name not in layouts:
             raise ValueError(f"parameter {name} has no layout; make it with LayoutModule.declare")
-    return {name: found[name] for name in names}
+    return {name: layouts[name] for name in names}
 
 
 def declared_layouts(model: nn.Module) -> dict[str, ParameterLayout]:
@@ -252,8 +252,8 @@ def _fill(parameter: Tensor, layout: ParameterLayout, seed_of: Callable[[int], i
         drawn = torch.empty(block.shape, dtype=torch.float32, device=parameter.device)
         layout.init(drawn, generator)
         for region in regions:
-            own = parameter[TensorSlice(region.local, region.canonical.shape).slices]
-            own.copy_(drawn[region.canonical.relative_to(block.start).slices])
+            target = parameter[TensorSlice(region.local, region.canonical.shape).slices]
+            target.copy_(drawn[region.canonical.relative_to(block.start).slices])
 
 
 def drawn_blocks(layout: ParameterLayout, ctx: ParallelContext) -> Iterator[tuple[int, TensorSlice, list[LocalRegion]]]:
@@ -261,8 +261,8 @@ def drawn_blocks(layout: ParameterLayout, ctx: ParallelContext) -> Iterator[tupl
     regions = layout.regions(ctx)
     for number, block in enumerate(blocks_of(layout)):
         # A block without elements of this rank is not drawn: its stream is not a continuation of the one before.
-        own = [region.within(block) for region in regions]
-        if within := [region for region in own if region is not None]:
+        local_regions = [region.within(block) for region in regions]
+        if within := [region for region in local_regions if region is not None]:
             yield number, block, within
 
 

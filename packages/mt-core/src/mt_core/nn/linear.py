@@ -314,5 +314,5 @@ def start_sum(dx: Tensor, axis: Axis, sequence_parallel: bool) -> tuple[Tensor, 
         dx = dx.contiguous()
         return dx, start_all_reduce_(dx, axis)
     shards = split_shards(dx, SEQUENCE_DIM, axis.size)
-    own = shards.new_empty(shards.shape[1:])  # [B, S / tp, in]
-    return own, start_reduce_scatter_into(own, shards.flatten(0, 1), axis)
+    shard = shards.new_empty(shards.shape[1:])  # [B, S / tp, in]
+    return shard, start_reduce_scatter_into(shard, shards.flatten(0, 1), axis)

@@ -73,9 +73,10 @@ def require_whole(model: nn.Module, parallel: ParallelConfig) -> None:
 def declare_whole(model: nn.Module) -> None:
     """Declare every parameter as whole on each rank, under the name that it has."""
     for module in model.modules():
-        own = module.named_parameters(recurse=False)
+        parameters = module.named_parameters(recurse=False)
         layouts = {
-            name: ParameterLayout(tuple(p.shape), keep, dtype=p.dtype, trained=p.requires_grad) for name, p in own
+            name: ParameterLayout(tuple(p.shape), keep, dtype=p.dtype, trained=p.requires_grad)
+            for name, p in parameters
         }
         if layouts:
             module.layouts = layouts  # type: ignore[assignment]

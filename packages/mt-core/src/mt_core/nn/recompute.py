@@ -94,11 +94,11 @@ def remade(make: Callable[[], tuple[Tensor, ...]], use: Callable[..., Tensor]) -
     if not torch.is_grad_enabled():
         return use(*make())
     # Latent attention: make = queries, keys and values from their latents, use = the attention core, which keeps them.
-    made = make()
-    discarded = _Discarded(make, made)
+    results = make()
+    discarded = _Discarded(make, results)
     # Around `use` alone: what `make` saves for its own backward pass stays.
     with torch.autograd.graph.saved_tensors_hooks(discarded.pack, discarded.unpack):
-        return use(*made)
+        return use(*results)
 
 
 @dataclass(frozen=True)

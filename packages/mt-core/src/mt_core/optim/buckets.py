@@ -73,10 +73,10 @@ class Bucket:
         self.weights = torch.zeros(self.size, dtype=first.dtype, device=first.device)
         self.gradients = torch.zeros(self.size, dtype=gradient_dtype, device=first.device)
         for slot in self.slots:
-            own = self.weights[slot.start : slot.stop].view_as(slot.parameter)
-            own.copy_(slot.parameter.detach())
+            weight = self.weights[slot.start : slot.stop].view_as(slot.parameter)
+            weight.copy_(slot.parameter.detach())
             # The old memory is freed with each parameter, so no second copy of the whole model exists.
-            slot.parameter.data = own
+            slot.parameter.data = weight
         self._reducing: dist.Work | None = None
         self._sent: Tensor | None = None
         """The operand of the collective in flight: the gradients, or a copy of them in `reduce_dtype`."""
@@ -222,8 +222,8 @@ class GatherOrder:
     def _wait_in_modules(self, model: nn.Module, outside: set[int]) -> None:
         """Modules outside of layers wait for their own weights when they are called."""
         for module in model.modules():
-            own = [id(parameter) for parameter in module.parameters(recurse=False)]
-            if buckets := self._buckets(i for i in own if i in outside):
+            ids = [id(parameter) for parameter in module.parameters(recurse=False)]
+            if buckets := self._buckets(i for i in ids if i in outside):
                 module.register_forward_pre_hook(_waiting(buckets))
 
     def _wait_after_stacks(
@@ -245,9 +245,9 @@ class GatherOrder:
         return self._buckets(after.get(None, []))
 
     def _buckets(self, parameters: Iterable[int]) -> list[Bucket]:
-        found = [self._bucket_of[i] for i in parameters if i in self._bucket_of]
+        buckets = [self._bucket_of[i] for i in parameters if i in self._bucket_of]
         # A bucket holds several parameters of a module. Order is kept, so that waits follow the launches.
-        return list({id(bucket): bucket for bucket in found}.values())
+        return list({id(bucket): bucket for bucket in buckets}.values())
 
 
 def _waiting(buckets: Sequence[Bucket]) -> Callable[..., None]:

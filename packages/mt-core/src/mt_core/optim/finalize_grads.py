@@ -33,10 +33,10 @@ def find_tied_weights(names: Iterable[str], ctx: ParallelContext) -> TiedWeights
     """names: this rank's parameters. Collective over the world."""
     if ctx.pp.size == 1:
         return TiedWeights()
-    own = list(names)
+    local_names = list(names)
     # Names of the parameters of every pipeline rank; a name on several of them is tied.
     everyone: list[list[str] | None] = [None] * ctx.pp.size
-    dist.all_gather_object(everyone, own, group=ctx.pp.group)
+    dist.all_gather_object(everyone, local_names, group=ctx.pp.group)
     places: dict[str, tuple[int, ...]] = {}
     for place, of_rank in enumerate(everyone):
         for name in of_rank or []:
@@ -126,10 +126,10 @@ class GradFinalizer:
     def zeros(self, named: Named) -> int:
         """Number of zeros in the whole model's gradient, without padding."""
         counted = [(name, p.grad) for name, p in named if p.grad is not None and self.counts(name)]
-        own = sum(int((gradient == 0).sum()) for _, gradient in counted)
+        count = sum(int((gradient == 0).sum()) for _, gradient in counted)
         # The rank with the first part subtracts the padding of the whole parameter, so that it is subtracted once.
-        own -= sum(self._padding(name) for name, _ in counted if self._has_first_part(name))
-        (total,) = sum_over([float(own)], self.ctx.world, self.ctx.device)
+        count -= sum(self._padding(name) for name, _ in counted if self._has_first_part(name))
+        (total,) = sum_over([float(count)], self.ctx.world, self.ctx.device)
         return int(total)
 
     def _padding(self, name: str) -> int:

@@ -121,8 +121,8 @@ class FullyShardedWeights(UnshardedWeights):
         number, ranks = mesh.get_local_rank(mesh.ndim - 1), mesh.size(mesh.ndim - 1)
         # 5 rows on 4 ranks: 2, 2, 1 and 0 rows, as ceil(5 / 4) = 2; the last rank starts at row 5, not 6.
         first = min(-(-whole.shape[0] // ranks) * number, whole.shape[0])
-        own = tuple(whole.to_local().shape)
-        return [TensorSlice((first,) + (0,) * (len(own) - 1), own)]
+        shape = tuple(whole.to_local().shape)
+        return [TensorSlice((first,) + (0,) * (len(shape) - 1), shape)]
 
     def owned_weight(self, name: str) -> tuple[list[TensorSlice], Tensor]:
         return self.owned_slices(name), self._parameters[name].to_local().detach()
@@ -162,9 +162,9 @@ def fully_shard_model(
     # A module inside of one, such as an adapter, belongs to its unit: only that one's forward pass has hooks.
     units: list[str] = []
     for path, module in model.named_modules():
-        own = [name for name, _ in module.named_parameters(prefix=path, recurse=False)]
+        names = [name for name, _ in module.named_parameters(prefix=path, recurse=False)]
         # layouts has a parameter that two modules share once.
-        is_of_experts = own and all(name in layouts and layouts[name].replicas == "edp" for name in own)
+        is_of_experts = names and all(name in layouts and layouts[name].replicas == "edp" for name in names)
         if is_of_experts and not any(path.startswith(f"{unit}.") for unit in units):
             shard(module, "edp")
             units.append(path)

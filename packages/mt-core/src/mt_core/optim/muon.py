@@ -216,9 +216,9 @@ class Muon(FunctionalOptimizer):
         """One matrix for each rank. A rank holds at most two whole ones at once, besides those of Newton-Schulz."""
         # Gather all matrices of the round, orthogonalize the own one, broadcast each result, apply this rank's shard of
         # it.
-        own, shapes = self._unshard(updates, team)
-        direction = None if own is None else self._orthogonal(*own).contiguous()
-        del own
+        assigned, shapes = self._unshard(updates, team)
+        direction = None if assigned is None else self._orthogonal(*assigned).contiguous()
+        del assigned
         for number, (parameter, _, matrix) in enumerate(updates):
             if team.owns(number):
                 assert direction is not None
@@ -273,15 +273,17 @@ class ChainedOptimizer:
 
     def __init__(self, optimizers: list[FunctionalOptimizer]) -> None:
         self.optimizers = optimizers
-        self.param_groups: list[ParamGroup] = list(chain.from_iterable(one.param_groups for one in optimizers))
+        self.param_groups: list[ParamGroup] = list(
+            chain.from_iterable(optimizer.param_groups for optimizer in optimizers)
+        )
         self.state: defaultdict[Tensor, dict[str, Tensor]] = defaultdict(dict)
-        for one in optimizers:
+        for optimizer in optimizers:
             # One dictionary for all: checkpoints read the state of the chain and not of its members.
-            one.state = self.state
+            optimizer.state = self.state
 
     def step(self) -> Any:
-        for one in self.optimizers:
-            one.step()
+        for optimizer in self.optimizers:
+            optimizer.step()
 
 
 def is_matrix(name: str, layout: ParameterLayout) -> bool:

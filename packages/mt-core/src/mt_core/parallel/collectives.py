@@ -36,9 +36,9 @@ def all_gather(x: Tensor, dim: int, axis: Axis) -> Tensor:
 def reduce_scatter(x: Tensor, dim: int, axis: Axis) -> Tensor:
     """This rank's shard, along `dim`, of the sum over the axis. Not differentiable."""
     shards = split_shards(x, dim, axis.size)
-    own = shards.new_empty(shards.shape[1:])
-    reduce_scatter_into(own, shards.flatten(0, 1), axis)
-    return own
+    shard = shards.new_empty(shards.shape[1:])
+    reduce_scatter_into(shard, shards.flatten(0, 1), axis)
+    return shard
 
 
 def empty_shards(x: Tensor, axis: Axis) -> Tensor:

@@ -56,15 +56,15 @@ def group_arguments(options: CommunicatorOptions, world: dist.ProcessGroup) -> d
 
 def nccl_options(options: CommunicatorOptions, limit: timedelta | None) -> dist.ProcessGroupNCCL.Options:
     """limit: of an operation. torch takes it twice, and warns where the two differ."""
-    made = dist.ProcessGroupNCCL.Options()
+    group_options = dist.ProcessGroupNCCL.Options()
     if limit is not None:
         # Options carry a limit of their own besides the argument `timeout` of new_group.
-        made._timeout = limit
-    made.is_high_priority_stream = options.is_high_priority_stream
+        group_options._timeout = limit
+    group_options.is_high_priority_stream = options.is_high_priority_stream
     for name in NCCL_CONFIG:
         if (value := getattr(options, name)) is not None:
-            setattr(made.config, name, value)
-    return made
+            setattr(group_options.config, name, value)
+    return group_options
 
 
 def require_device(communicators: Mapping[str, CommunicatorOptions], device: torch.device) -> None:

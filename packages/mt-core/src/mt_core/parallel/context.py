@@ -319,8 +319,8 @@ class Groups:
 def _axis(members: Iterable[tuple[int, ...]], group_of: Callable[[tuple[int, ...]], dist.ProcessGroup]) -> Axis:
     rank = dist.get_rank()
     # All groups of a partition are of one size. So either every process makes a group here or none does.
-    own = next(ranks for ranks in members if rank in ranks)
-    return Axis(len(own), own.index(rank), group_of(own) if len(own) > 1 else None, own)
+    group = next(ranks for ranks in members if rank in ranks)
+    return Axis(len(group), group.index(rank), group_of(group) if len(group) > 1 else None, group)
 
 
 def new_group(ranks: Sequence[int], options: CommunicatorOptions = DEFAULT) -> dist.ProcessGroup:

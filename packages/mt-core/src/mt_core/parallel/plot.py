@@ -57,14 +57,14 @@ def draw_layout(sizes: AxisSizes, world_size: int) -> str:
 
 def places(sizes: AxisSizes, world_size: int) -> list[dict[AxisName, int]]:
     """For each rank, its place on every dense axis."""
-    found: list[dict[AxisName, int]] = [{} for _ in range(world_size)]
+    place_of: list[dict[AxisName, int]] = [{} for _ in range(world_size)]
     members = axis_members(world_size, sizes)
     axes: tuple[AxisName, ...] = ("tp", "cp", "dp", "pp", "ep")
     for axis in axes:
         for ranks in members[axis]:
             for place, rank in enumerate(ranks):
-                found[rank][axis] = place
-    return found
+                place_of[rank][axis] = place
+    return place_of
 
 
 def _title(rank: int, at: dict[AxisName, int]) -> str:

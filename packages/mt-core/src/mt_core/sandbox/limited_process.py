@@ -98,9 +98,9 @@ def _excess(memory_mb: int, processes: int) -> "str | None":
 
 def _processes() -> "list[int]":
     """All of the PID namespace, or of the session where there is none, without this one."""
-    own = os.getpid()
-    numbers = [int(name) for name in os.listdir("/proc") if name.isdigit() and int(name) != own]
-    return numbers if own == NAMESPACE_INIT else [number for number in numbers if _session(number) == os.getsid(0)]
+    own_pid = os.getpid()
+    numbers = [int(name) for name in os.listdir("/proc") if name.isdigit() and int(name) != own_pid]
+    return numbers if own_pid == NAMESPACE_INIT else [number for number in numbers if _session(number) == os.getsid(0)]
 
 
 def _session(process: int) -> int:

@@ -130,12 +130,12 @@ class ProgramRunner:
                 os.close(descriptor)
 
     def _status(self, file: Path, errors: int, secret: int, end: int) -> int | None:
-        own = file.parent / "files"
-        own.mkdir()
+        files = file.parent / "files"
+        files.mkdir()
         try:
             process = subprocess.Popen(
                 self._command(file, secret, end),
-                cwd=own,
+                cwd=files,
                 # No variable of this process: they may hold keys.
                 env={},
                 stdin=subprocess.DEVNULL,

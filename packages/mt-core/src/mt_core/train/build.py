@@ -407,13 +407,13 @@ def files_beside_tokenizer(
 ) -> dict[str, bytes]:
     """The files of `source` that are not the tokenizer's; {} if the run has another tokenizer than `source`, since
     their token ids would be another vocabulary's."""
-    own, stored = tokenizer.files(), source.files()
+    files, stored = tokenizer.files(), source.files()
     section = source.metadata.get("config", {}).get("tokenizer") or {}
     same_type = section.get("tokenizer_type") == config.tokenizer.tokenizer_type
-    if any(stored.get(name) != data for name, data in own.items()) or not (own or same_type):
+    if any(stored.get(name) != data for name, data in files.items()) or not (files or same_type):
         return {}
-    beside = {name: data for name, data in stored.items() if name not in own}
+    beside = {name: data for name, data in stored.items() if name not in files}
     # A tokenizer that is built from a folder reads some files only if they are there: those change what it is.
-    if beside and restore_tokenizer(config, {**beside, **own}, host).fingerprint() != tokenizer.fingerprint():
+    if beside and restore_tokenizer(config, {**beside, **files}, host).fingerprint() != tokenizer.fingerprint():
         return {}
     return beside

@@ -286,8 +286,8 @@ class Engine:
         CheckpointError for weights that do not fit their configuration.
         """
         host = host or load_plugins()
-        own, weights = read_source(source, host)
-        loaded = load_config(sections=with_sections(own, sections), host=host)
+        source_sections, weights = read_source(source, host)
+        loaded = load_config(sections=with_sections(source_sections, sections), host=host)
         return cls.build(
             loaded,
             host=host,

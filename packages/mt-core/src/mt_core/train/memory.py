@@ -75,13 +75,13 @@ class WithoutMemory(TorchFunctionMode):
 
 def allocate_parameters(model: nn.Module, device: torch.device) -> None:
     """Give memory to the parameters that have none, on the device of the model. Shared ones stay shared."""
-    made: dict[nn.Parameter, nn.Parameter] = {}
+    replaced: dict[nn.Parameter, nn.Parameter] = {}
     for module in model.modules():
         for name, parameter in module._parameters.items():
             if parameter is not None and parameter.is_meta and device.type != "meta":
                 memory = torch.empty_like(parameter, device=device)
-                made.setdefault(parameter, nn.Parameter(memory, requires_grad=parameter.requires_grad))
-                module._parameters[name] = made[parameter]
+                replaced.setdefault(parameter, nn.Parameter(memory, requires_grad=parameter.requires_grad))
+                module._parameters[name] = replaced[parameter]
 
 
 def build_within_memory(

@@ -59,11 +59,11 @@ class RecordedMetrics:
 
     def take(self, world: Axis) -> dict[str, float]:
         """Name -> value, of all ranks; nothing is kept. Collective over the world where `gathers` is set."""
-        own, self._values = self._values, {}
+        local, self._values = self._values, {}
         if not self.gathers or world.size == 1:
-            return {name: recorded.value for name, recorded in own.items()}
+            return {name: recorded.value for name, recorded in local.items()}
         everyone: list[Mapping[str, Recorded] | None] = [None] * world.size
-        dist.all_gather_object(everyone, own, group=world.group)
+        dist.all_gather_object(everyone, local, group=world.group)
         return {name: recorded.value for name, recorded in _together(values or {} for values in everyone).items()}
 
 

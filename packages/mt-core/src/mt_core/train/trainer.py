@@ -426,7 +426,9 @@ class Trainer:
 
     def _due_evaluators(self) -> list[Evaluator]:
         default = self.config.train.eval_interval
-        return [one for one in self.evaluators if self._is_due(getattr(one, "interval", None) or default)]
+        return [
+            evaluator for evaluator in self.evaluators if self._is_due(getattr(evaluator, "interval", None) or default)
+        ]
 
     def _reference_losses(self) -> dict[str, float]:
         """Losses of baseline models on the evaluated samples, from data sets that provide them."""

@@ -79,8 +79,8 @@ def _first(result: Any) -> Tensor:
 
 
 def supports_flash_2(request: AttentionRequest) -> bool | str:
-    found = find_spec("flash_attn")
-    if found is None or found.origin is None:  # without an origin it is the bare folder that version 4 is in
+    spec = find_spec("flash_attn")
+    if spec is None or spec.origin is None:  # without an origin it is the bare folder that version 4 is in
         return "flash-attn is not installed"
     if request.bias and not request.causal:
         return "its ALiBi is for causal attention"

@@ -31,12 +31,12 @@ class PerPattern(Generic[T]):
         return values[key]
 
     def _values(self, pattern: AttentionPattern) -> dict[Hashable, T]:
-        found = self._known.get(id(pattern))
+        entry = self._known.get(id(pattern))
         # An id may be used again by a new pattern before the callback of the old one has run; replacing the entry drops
         # the old reference and its callback.
-        if found is None or found[0]() is not pattern:
-            found = self._known[id(pattern)] = (weakref.ref(pattern, self._forget(id(pattern))), {})
-        return found[1]
+        if entry is None or entry[0]() is not pattern:
+            entry = self._known[id(pattern)] = (weakref.ref(pattern, self._forget(id(pattern))), {})
+        return entry[1]
 
     def _forget(self, key: int) -> Callable[[object], None]:
         def forget(_: object) -> None:

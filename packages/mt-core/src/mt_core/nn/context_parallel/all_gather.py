@@ -83,6 +83,6 @@ def groups_of_sources(axis: Axis) -> list[range]:
 def visible(shards: Tensor, sources: range, pattern: ShardedPattern) -> Tensor:
     """[CP, 2c, ...] -> a view of the rows that this rank sees of the sources: [sources, rows, ...]"""
     chosen = shards[sources.start : sources.stop]
-    own = sources.start == pattern.axis.rank
+    is_own = sources.start == pattern.axis.rank
     # Ranks on one side show the same rows, so the first of them stands for all.
-    return chosen if own else chosen[:, pattern.rows(sources.start, pattern.axis.rank)[1]]
+    return chosen if is_own else chosen[:, pattern.rows(sources.start, pattern.axis.rank)[1]]

@@ -253,7 +253,7 @@ class BackwardPass:
 
 def block_of(pattern: ShardedPattern, sources: Sequence[int]) -> tuple[slice, BlockMask]:
     """Rows of this rank's queries that see keys of the sources, and how."""
-    own = pattern.axis.rank
-    if list(sources) == [own]:
+    rank = pattern.axis.rank
+    if list(sources) == [rank]:
         return slice(0, 2 * pattern.chunk), pattern.own_mask()
-    return pattern.rows(sources[0], own)[0], pattern.mask(sources)
+    return pattern.rows(sources[0], rank)[0], pattern.mask(sources)

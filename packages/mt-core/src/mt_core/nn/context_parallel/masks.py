@@ -66,9 +66,9 @@ class ShardedPattern:
     def _bias(self, sources: Sequence[int], query_rows: slice, key_rows: slice) -> Tensor:
         """[B or 1, N or 1, S, T] for S query rows of this rank and the key rows of each source."""
         # By positions in the whole sequence: a shard has a gap between its two chunks.
-        own = self.axis.rank
+        rank = self.axis.rank
         key_positions = torch.cat([self._positions(source)[key_rows] for source in sources])
-        distance = self._positions(own)[query_rows, None] - key_positions[None, :]  # [S, T]
+        distance = self._positions(rank)[query_rows, None] - key_positions[None, :]  # [S, T]
         bias = torch.zeros(1, 1, *distance.shape, device=self.device)
         if self.alibi_slopes is not None:
             bias = bias - self.alibi_slopes.float()[None, :, None, None] * distance
@@ -78,7 +78,7 @@ class ShardedPattern:
             bias = bias.masked_fill(distance.abs() >= self.window, -math.inf)
         # As the keys, the ids are cut to the rows that this rank sees, and laid end to end.
         if self.segment_ids is not None:
-            queries = self.segment_ids[own][:, query_rows]  # [B, S]
+            queries = self.segment_ids[rank][:, query_rows]  # [B, S]
             keys = torch.cat([self.segment_ids[source][:, key_rows] for source in sources], 1)  # [B, T]
             bias = bias.masked_fill((queries[:, :, None] != keys[:, None, :])[:, None], -math.inf)
         return bias

@@ -101,8 +101,8 @@ class _FirstHalf:
 
     def inner_gradient(self, grad: Tensor) -> Tensor | None:
         """None for another gradient of the output, or the same tensor with other values."""
-        found = self._computed.get(grad)
-        return found[1] if found is not None and found[0] == grad._version else None
+        entry = self._computed.get(grad)
+        return entry[1] if entry is not None and entry[0] == grad._version else None
 
 
 def join_activations(layer: nn.Module, kernels: Kernels) -> None:

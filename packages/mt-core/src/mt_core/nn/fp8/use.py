@@ -139,13 +139,13 @@ def stack_length(path: str, model: ModelConfig) -> int | None:
 
 
 def _output_layers(model: nn.Module, config: Config) -> list[VocabParallelOutput]:
-    found = [module for module in model.modules() if isinstance(module, VocabParallelOutput)]
-    if not found and not getattr(config.model, "untie_embeddings_and_output_weights", True):
+    layers = [module for module in model.modules() if isinstance(module, VocabParallelOutput)]
+    if not layers and not getattr(config.model, "untie_embeddings_and_output_weights", True):
         raise ConfigError(
             "precision.fp8_output_proj=true: this model multiplies by its word embeddings, which stay in 16 bits; set "
             "model.untie_embeddings_and_output_weights=true or precision.fp8_output_proj=false"
         )
-    return found
+    return layers
 
 
 def _require_some(report: Fp8Report) -> None:

@@ -135,9 +135,9 @@ class _ChunkedLosses(torch.autograd.Function):
         wants_dhidden, wants_dweight = gradients_wanted(ctx, 2)
         # Without fp32 main gradients the gradient is returned to autograd in the weight's dtype; with them it is added
         # there, and autograd gets None.
-        own = _OwnFormat(torch.empty_like(weight)) if wants_dweight and ctx.main is None else None
-        sums = own or ctx.main if wants_dweight else None
-        gradients = _Gradients(hidden, weight, sums, wants_dhidden, empty=own is not None)
+        weight_sum = _OwnFormat(torch.empty_like(weight)) if wants_dweight and ctx.main is None else None
+        sums = weight_sum or ctx.main if wants_dweight else None
+        gradients = _Gradients(hidden, weight, sums, wants_dhidden, empty=weight_sum is not None)
         for part in _parts(len(hidden), ctx.chunk):
             # Same operands and kernel as in the forward pass, so the same logits; they become their own gradient in
             # place.
@@ -146,7 +146,7 @@ class _ChunkedLosses(torch.autograd.Function):
             gradients.add(part, logits)
             # Freed before the next chunk's are computed: a name holds them until it is bound again.
             del logits
-        return gradients.hidden, None if own is None else own.total, None, None, None, None, None
+        return gradients.hidden, None if weight_sum is None else weight_sum.total, None, None, None, None, None
 
 
 class _ChunkedWeightedSum(torch.autograd.Function):
@@ -168,8 +168,8 @@ class _ChunkedWeightedSum(torch.autograd.Function):
         losses = torch.empty(len(hidden), dtype=_wide(hidden), device=hidden.device)
         # What the sum's gradient is, is not known yet, so that nothing can be added to the main gradient.
         total = torch.empty_like(weight, dtype=weight.dtype if main is None else torch.float32)  # [V, H]
-        own = _OwnFormat(total) if main is None else MainGrad(total)
-        gradients = _Gradients(hidden, weight, own, empty=True)
+        weight_sum = _OwnFormat(total) if main is None else MainGrad(total)
+        gradients = _Gradients(hidden, weight, weight_sum, empty=True)
         for part in _parts(len(hidden), chunk):
             logits = F.linear(hidden[part], weight)
             # The whole lse is needed for the gradient of this chunk, so ranks reduce here and not once behind the loop.
@@ -179,17 +179,17 @@ class _ChunkedWeightedSum(torch.autograd.Function):
             # Freed before the next chunk's are computed: a name holds them until it is bound again.
             del logits
         # Not by save_for_backward: the backward pass scales both in place, and frees them.
-        ctx.made, ctx.main = (gradients.hidden, own.total), main
+        ctx.made, ctx.main = (gradients.hidden, weight_sum.total), main
         ctx.mark_non_differentiable(losses)
         return (losses * loss_weights).sum(), losses  # [], [T]
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
-        made, ctx.made = ctx.made, None
-        if made is None:
+        gradients, ctx.made = ctx.made, None
+        if gradients is None:
             raise RuntimeError("a weighted sum of chunked losses has one backward pass; its gradients are used up")
-        hidden, weight = made
+        hidden, weight = gradients
         if ctx.main is None:
             # grads[0] is [] on the device, and is not read by the host.
             # Scaled where they stand, as a second gradient of the weight would cost what is saved on logits.

@@ -92,7 +92,9 @@ class P2PCommunicator:
             self._received_forms[key] = ActivationsForm.from_header(header)
         form = self._received_forms[key]
         # Allocated at each receive: the tensors become inputs of the stage's graph and live until its backward pass.
-        tensors = [torch.empty(own.shape, dtype=own.dtype, device=self.device) for own in form.tensors]
+        tensors = [
+            torch.empty(tensor_form.shape, dtype=tensor_form.dtype, device=self.device) for tensor_form in form.tensors
+        ]
         return Incoming(form, tensors, self._start(dist.irecv, tensors, sender, self.axis))
 
     def send_gradients(self, gradients: Sequence[Tensor], to: int) -> None:
@@ -101,7 +103,9 @@ class P2PCommunicator:
     def receive_gradients(self, form: ActivationsForm, sender: int) -> Incoming:
         """form: of the activations that were sent; gradients are received for those that require one."""
         tensors = [
-            torch.empty(own.shape, dtype=own.dtype, device=self.device) for own in form.tensors if own.has_gradient
+            torch.empty(tensor_form.shape, dtype=tensor_form.dtype, device=self.device)
+            for tensor_form in form.tensors
+            if tensor_form.has_gradient
         ]
         return Incoming(form, tensors, self._start(dist.irecv, tensors, sender, self._backward))
 
@@ -127,4 +131,6 @@ class P2PCommunicator:
             return []
         # One NCCL group call for all tensors of a message, on the communicator of the axis. Plain isend and irecv would
         # create a communicator for each pair of ranks.
-        return dist.batch_isend_irecv([dist.P2POp(operation, one, axis.ranks[peer], axis.group) for one in tensors])
+        return dist.batch_isend_irecv(
+            [dist.P2POp(operation, tensor, axis.ranks[peer], axis.group) for tensor in tensors]
+        )

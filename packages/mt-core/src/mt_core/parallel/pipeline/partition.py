@@ -58,10 +58,10 @@ def stages_by_keys(
     Raises ConfigError when the keys cannot be satisfied, or conflict with another definition of the stages.
     """
     # None, False and 0 are the unset values of these keys.
-    given = {key: value for key in SPLIT_KEYS if (value := getattr(parallel, key))}
-    if not given:
+    keys = {key: value for key in SPLIT_KEYS if (value := getattr(parallel, key))}
+    if not keys:
         return None
-    named = " and ".join(f"parallel.{key}" for key in given)
+    named = " and ".join(f"parallel.{key}" for key in keys)
     if parallel.pipeline_model_parallel_layout is not None:
         raise ConfigError(
             f"parallel.pipeline_model_parallel_layout={parallel.pipeline_model_parallel_layout} says what each stage "
@@ -73,7 +73,7 @@ def stages_by_keys(
             f"and {named} divides layers over ranks in order; use 1f1b, gpipe or interleaved_1f1b, or "
             "parallel.pipeline_model_parallel_layout"
         )
-    return even_stages(num_layers, parallel.pipeline_model_parallel_size, stages_per_rank, **given)
+    return even_stages(num_layers, parallel.pipeline_model_parallel_size, stages_per_rank, **keys)
 
 
 def even_stages(
@@ -200,10 +200,10 @@ class _Parser:
         self.text, self.place = text, 0
 
     def parse(self) -> str:
-        found = self._sequence()
+        layout = self._sequence()
         if self.place < len(self.text):  # a sequence ends at a parenthesis that closes, or at the end
             raise self._error("this parenthesis closes none")
-        return found
+        return layout
 
     def _sequence(self) -> str:
         parts = []
@@ -215,19 +215,19 @@ class _Parser:
         return "".join(parts)
 
     def _item(self) -> str:
-        one = self._group() if self.text[self.place] == "(" else self._letter()
-        return one * self._repetitions()
+        item = self._group() if self.text[self.place] == "(" else self._letter()
+        return item * self._repetitions()
 
     def _group(self) -> str:
         opened = self.place
         self.place += 1
-        found = self._sequence()
+        sequence = self._sequence()
         if self.place == len(self.text):
             # Point at the parenthesis that was opened, not at the end of the string.
             self.place = opened
             raise self._error("this parenthesis is not closed")
         self.place += 1
-        return found
+        return sequence
 
     def _letter(self) -> str:
         letter = self.text[self.place]
@@ -258,11 +258,11 @@ class _Parser:
 
 
 def _check_counts(layout: str, stages: Sequence[str], expected: dict[str, int]) -> None:
-    found = Counter("".join(stages))
+    counts = Counter("".join(stages))
     names = {"t": "t (layers)", "m": "m (blocks of multi-token prediction)", "E": "E (embedding)", "L": "L (loss)"}
     for letter, number in expected.items():
-        if found[letter] != number:
-            raise ConfigError(f"{KEY}={layout!r} has {found[letter]} {names[letter]}; this model needs {number}")
+        if counts[letter] != number:
+            raise ConfigError(f"{KEY}={layout!r} has {counts[letter]} {names[letter]}; this model needs {number}")
 
 
 def _check_sequence(layout: str, letters: str) -> None:

@@ -38,9 +38,9 @@ class StageGraph:
         """Accumulate the weights' gradients; return those of the leaves. gradients: of the outputs that have one."""
         # Accumulates into .grad of the leaves as well, which belong to this micro-batch alone.
         self._backward_of_all(gradients)
-        found = [_or_zeros(leaf.grad, leaf) for leaf in self._leaves]
+        leaf_gradients = [_or_zeros(leaf.grad, leaf) for leaf in self._leaves]
         self._free()
-        return found
+        return leaf_gradients
 
     def backward_input(self, gradients: Sequence[Tensor]) -> list[Tensor]:
         """The gradients of the leaves only; `backward_weight` has to follow."""
@@ -48,8 +48,8 @@ class StageGraph:
             # Such schedules place BACKWARD_WEIGHT after every BACKWARD_INPUT, also in the first stage.
             self._weights = partial(self._backward_of_all, gradients)
             return []
-        found, self._weights = backward_of_inputs(self._edges, gradients, self._leaves)
-        return [_or_zeros(gradient, leaf) for gradient, leaf in zip(found, self._leaves, strict=True)]
+        leaf_gradients, self._weights = backward_of_inputs(self._edges, gradients, self._leaves)
+        return [_or_zeros(gradient, leaf) for gradient, leaf in zip(leaf_gradients, self._leaves, strict=True)]
 
     def backward_weight(self) -> None:
         assert self._weights is not None
@@ -154,16 +154,16 @@ class ScheduleRun:
         gradients = self._output_gradients(place)
         graph = self.graphs.pop(place)
         with self.rank.recorder.span(action):
-            found = graph.backward(gradients)
-        self._pass_back(place, found)
+            leaf_gradients = graph.backward(gradients)
+        self._pass_back(place, leaf_gradients)
 
     def backward_input(self, action: Action) -> None:
         place = action.stage, action.micro_batch
         # The graph is kept, in contrast to backward(): backward_weight needs it.
         gradients = self._output_gradients(place)
         with self.rank.recorder.span(action):
-            found = self.graphs[place].backward_input(gradients)
-        self._pass_back(place, found)
+            leaf_gradients = self.graphs[place].backward_input(gradients)
+        self._pass_back(place, leaf_gradients)
 
     def backward_weight(self, action: Action) -> None:
         graph = self.graphs.pop((action.stage, action.micro_batch))

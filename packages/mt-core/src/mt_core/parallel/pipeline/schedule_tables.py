@@ -155,16 +155,16 @@ def start_times(
     runnable = list(range(len(order)))
     while runnable:
         rank = runnable.pop()
-        actions, own = order[rank], starts[rank]
-        while len(own) < len(actions):
-            action = actions[len(own)]
+        actions, times = order[rank], starts[rank]
+        while len(times) < len(actions):
+            action = actions[len(times)]
             needed = awaited(action, num_stages)
             if needed is not None and needed not in arrivals:
                 waiting[needed] = rank
                 break
             # pop: an input has one reader, and the dictionary stays as small as the number of micro-batches in flight.
             start = free_at[rank] if needed is None else max(free_at[rank], arrivals.pop(needed))
-            own.append(start)
+            times.append(start)
             free_at[rank] = start + duration(action)
             receiver = reader(action, num_stages)
             if receiver is not None:
@@ -225,7 +225,7 @@ def with_communication(order: ScheduleTable, rank_of_stage: Sequence[int]) -> Sc
             events[rank].append((moment, Action(send, action.stage, action.micro_batch)))
             events[rank_of_stage[receiver]].append((moment, Action(receive, receiver, action.micro_batch)))
     # Sorted by the moment alone; the order of Kind has no meaning.
-    return [[action for _, action in sorted(own, key=lambda event: event[0])] for own in events]
+    return [[action for _, action in sorted(rank_events, key=lambda event: event[0])] for rank_events in events]
 
 
 TRANSFERS = {

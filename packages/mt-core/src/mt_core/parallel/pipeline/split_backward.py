@@ -85,11 +85,11 @@ def backward_of_inputs(
     outputs = {edge.node for edge in edges}
     users = _users(outputs)
     # The AccumulateGrad nodes of the leaves.
-    own = {get_gradient_edge(leaf).node for leaf in leaves}
+    leaf_nodes = {get_gradient_edge(leaf).node for leaf in leaves}
     # All users of a node on path are on path too. The gradient that arrives at a fork in the first part is therefore
     # complete: no contribution comes later from a branch.
-    on_path = _reach(own & users.keys(), users)
-    groups = _branches(users, on_path | outputs, own)
+    on_path = _reach(leaf_nodes & users.keys(), users)
+    groups = _branches(users, on_path | outputs, leaf_nodes)
     forks = {node for group in groups for node in group.starts} & on_path
     arrived: dict[Node, Gradients] = {}
     # Prehooks receive the gradients of the node's outputs, after the engine has summed them over all users.
@@ -97,12 +97,14 @@ def backward_of_inputs(
     try:
         # grad() runs only the nodes between the outputs and the leaves, so hooks and accumulation of the weights do not
         # fire. The graph is retained for the second part.
-        found = torch.autograd.grad(list(edges), list(leaves), list(gradients), retain_graph=True, allow_unused=True)
+        leaf_gradients = torch.autograd.grad(
+            list(edges), list(leaves), list(gradients), retain_graph=True, allow_unused=True
+        )
     finally:
         for handle in handles:
             handle.remove()
     arrived.update(_of_outputs(edges, gradients, on_path))
-    return tuple(found), WeightBackward(groups, arrived, forks, edges)
+    return tuple(leaf_gradients), WeightBackward(groups, arrived, forks, edges)
 
 
 def _noting(arrived: dict[Node, Gradients], node: Node) -> Any:
@@ -147,14 +149,14 @@ def _users(outputs: Iterable[Node]) -> dict[Node, list[Node]]:
 
 def _reach(starts: Iterable[Node], users: dict[Node, list[Node]]) -> set[Node]:
     """The nodes from which gradients come to the given ones, these included."""
-    found = set(starts)
-    todo = list(found)
+    reached = set(starts)
+    todo = list(reached)
     while todo:
         for user in users[todo.pop()]:
-            if user not in found:
-                found.add(user)
+            if user not in reached:
+                reached.add(user)
                 todo.append(user)
-    return found
+    return reached
 
 
 def _branches(users: dict[Node, list[Node]], starts: set[Node], inputs: set[Node]) -> list[Branches]:
@@ -183,14 +185,14 @@ def _nearest(weight: Node, users: dict[Node, list[Node]], starts: set[Node]) -> 
     # A weight that is an output of the stage itself.
     if weight in starts:
         return {weight}
-    found: set[Node] = set()
+    nearest: set[Node] = set()
     seen, todo = {weight}, [weight]
     while todo:
         for user in users[todo.pop()]:
             # The search ends here: the gradient is known at this node.
             if user in starts:
-                found.add(user)
+                nearest.add(user)
             elif user not in seen:
                 seen.add(user)
                 todo.append(user)
-    return found
+    return nearest

@@ -57,19 +57,19 @@ class ScheduleRecorder:
 
     def gather(self, axis: Axis) -> Timeline:
         """The spans of all ranks of the pipeline, on each of them. Collective."""
-        own = _to_rows(self.spans()).to(self.device)
+        local_rows = _to_rows(self.spans()).to(self.device)
         if axis.size == 1:
-            return Timeline((_from_rows(own),))
-        length = torch.tensor([len(own)], device=self.device)
+            return Timeline((_from_rows(local_rows),))
+        length = torch.tensor([len(local_rows)], device=self.device)
         lengths = [torch.empty_like(length) for _ in range(axis.size)]
         dist.all_gather(lengths, length, group=axis.group)
         # all_gather needs equal shapes, and ranks have different numbers of actions.
-        longest = max(int(one) for one in lengths)
-        padded = torch.cat([own, own.new_zeros(longest - len(own), own.shape[1])])
+        longest = max(int(count) for count in lengths)
+        padded = torch.cat([local_rows, local_rows.new_zeros(longest - len(local_rows), local_rows.shape[1])])
         # Each [longest, 5].
         rows = [torch.empty_like(padded) for _ in range(axis.size)]
         dist.all_gather(rows, padded, group=axis.group)
-        return Timeline(tuple(_from_rows(one[: int(n)]) for one, n in zip(rows, lengths, strict=True)))
+        return Timeline(tuple(_from_rows(rank_rows[: int(n)]) for rank_rows, n in zip(rows, lengths, strict=True)))
 
 
 def _host_clock() -> Callable[[], Moment]:

@@ -135,11 +135,11 @@ def require_same_run(metadata: Mapping[str, Any], config: Config, origin: str, h
     Implementations of the same loss or attention, which differ in rounding, and forms of the master weights count as
     different with train.deterministic only.
     """
-    found = differences(metadata["config"], config, host)
+    changed = differences(metadata["config"], config, host)
     if not config.train.deterministic:
         # Such a change moves the loss by rounding alone, which continues the run in all but its bits.
-        found = (change for change in found if not _is_other_rounding(change, host))
-    changes = _require_accepted(found, config, origin)
+        changed = (change for change in changed if not _is_other_rounding(change, host))
+    changes = _require_accepted(changed, config, origin)
     if config.train.deterministic:
         _require_same_environment(metadata["environment"], origin)
     return changes

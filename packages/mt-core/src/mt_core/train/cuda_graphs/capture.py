@@ -225,10 +225,10 @@ class GraphedCall:
         return tuple(output.detach() for output in self.outputs)
 
     def replay_backward(self, gradients: Sequence[Tensor]) -> list[Tensor | None]:
-        for own, given, needed in zip(self.output_gradients, gradients, self._differentiable, strict=True):
+        for static, gradient, needed in zip(self.output_gradients, gradients, self._differentiable, strict=True):
             # The next layer's graph may have written its input gradient to this memory already.
-            if needed and own.data_ptr() != given.data_ptr():
-                own.copy_(given)
+            if needed and static.data_ptr() != gradient.data_ptr():
+                static.copy_(gradient)
         self._backward.replay()
         self.after_backward()
         # Return the static tensors themselves. The reference kept here makes autograd's AccumulateGrad copy them;
@@ -241,7 +241,7 @@ class _Replay(torch.autograd.Function):
     def forward(ctx: Any, call: GraphedCall, *tensors: Tensor) -> tuple[Tensor, ...]:
         ctx.call = call
         outputs = call.replay_forward()
-        fixed = [own for own, needed in zip(outputs, call._differentiable, strict=True) if not needed]
+        fixed = [output for output, needed in zip(outputs, call._differentiable, strict=True) if not needed]
         ctx.mark_non_differentiable(*fixed)
         return outputs
 

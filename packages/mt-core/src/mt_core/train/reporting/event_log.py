@@ -170,10 +170,10 @@ def environment(ctx: ParallelContext) -> dict[str, Any]:
 def _git_commit() -> str | None:
     """Commit of the working directory, where it is in a repository."""
     try:
-        found = subprocess.run(["git", "rev-parse", "HEAD"], capture_output=True, text=True, timeout=5, check=False)
+        result = subprocess.run(["git", "rev-parse", "HEAD"], capture_output=True, text=True, timeout=5, check=False)
     except (OSError, subprocess.TimeoutExpired):
         return None
-    return found.stdout.strip() or None
+    return result.stdout.strip() or None
 
 
 # -- status of each rank -----------------------------------------------------------------------------

@@ -41,7 +41,7 @@ def activation(x: Tensor, bias: None, name: str) -> Tensor:
 
 def cross_entropy(logits: Tensor, columns: Tensor, axis: Axis, overwrite: bool = False) -> Tensor:
     """Liger writes the gradient over its input in the forward pass."""
-    given = logits if overwrite else logits.clone()
+    overwritten = logits if overwrite else logits.clone()
     # ignore_index -100, no z-loss (lse_square_scale), no label smoothing, a loss for each token.
-    losses = LigerCrossEntropyFunction.apply(given, columns, None, -100, 0.0, 0.0, "none")
+    losses = LigerCrossEntropyFunction.apply(overwritten, columns, None, -100, 0.0, 0.0, "none")
     return losses[0] if isinstance(losses, tuple) else losses

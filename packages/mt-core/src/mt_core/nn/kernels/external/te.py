@@ -96,5 +96,5 @@ def cross_entropy(logits: Tensor, columns: Tensor, axis: Axis, overwrite: bool =
     """Transformer Engine counts labels over the whole vocabulary, and writes the gradient over its input."""
     # columns count from this rank's first id.
     labels = columns + axis.rank * logits.shape[-1]
-    given = logits if overwrite else logits.clone()
-    return parallel_cross_entropy(given[None], labels[None], 0.0, False, axis.group)[0]
+    overwritten = logits if overwrite else logits.clone()
+    return parallel_cross_entropy(overwritten[None], labels[None], 0.0, False, axis.group)[0]

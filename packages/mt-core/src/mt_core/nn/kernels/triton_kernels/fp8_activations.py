@@ -66,12 +66,12 @@ def _halves(x, grad, row, column, width, inside, NAME: tl.constexpr, GRADIENT: t
         after = tl.load(grad + place, mask=inside, other=0.0).to(tl.float32)
         # As _activation_backward computes them, so that the bytes are those of separate kernels.
         other = through_factor(after * gate_value(gate, NAME), up, NAME)
-        one = after * up_factor(up, NAME) * gate_slope(gate, NAME)
+        first = after * up_factor(up, NAME) * gate_slope(gate, NAME)
     else:
-        one = gate_value(gate, NAME) * up_factor(up, NAME)
-        other = one
+        first = gate_value(gate, NAME) * up_factor(up, NAME)
+        other = first
     # The rounding to 16 bits that writing them between two kernels would do.
-    return one.to(x.dtype.element_ty).to(tl.float32), other.to(x.dtype.element_ty).to(tl.float32)
+    return first.to(x.dtype.element_ty).to(tl.float32), other.to(x.dtype.element_ty).to(tl.float32)
 
 
 @triton.jit
@@ -102,14 +102,14 @@ def _fp8_cast_of_activation(
     row = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
     column = tl.program_id(1).to(tl.int64) * COLUMNS + tl.arange(0, COLUMNS)
     inside = (row < rows)[:, None] & (column < width)[None, :]
-    one, other = _halves(x, grad, row[:, None], column[None, :], width, inside, NAME, GRADIENT)
+    first, other = _halves(x, grad, row[:, None], column[None, :], width, inside, NAME, GRADIENT)
     divisor = scale_of_whole(amaxes, count, limit, scale, COUNT)
     if MEASURED:
-        store_largest(parts, tl.maximum(magnitude_bits(one), magnitude_bits(other)))
+        store_largest(parts, tl.maximum(magnitude_bits(first), magnitude_bits(other)))
     # data [rows, columns]: gradients of the gate half end at `width`, those of the other half at `columns`.
     columns = width * (2 if GRADIENT else 1)
     store_cast(
-        one, divisor, data, transposed, row, column, rows, width, columns, padded,
+        first, divisor, data, transposed, row, column, rows, width, columns, padded,
         LARGEST, STRAIGHT, TRANSPOSED, EMULATED,
     )  # fmt: skip
     if GRADIENT:
@@ -156,9 +156,9 @@ def _fp8_cast_blocks_of_activation(
     row = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
     column = tl.program_id(1).to(tl.int64) * COLUMNS + tl.arange(0, COLUMNS)
     inside = (row < rows)[:, None] & (column < width)[None, :]
-    one, other = _halves(x, grad, row[:, None], column[None, :], width, inside, NAME, GRADIENT)
+    first, other = _halves(x, grad, row[:, None], column[None, :], width, inside, NAME, GRADIENT)
     block = tl.program_id(0) if TURNED else tl.program_id(1)
-    _store_blocks(one, data, scale, row, column, block, rows, width, length, limit, LARGEST, TURNED, EMULATED)
+    _store_blocks(first, data, scale, row, column, block, rows, width, length, limit, LARGEST, TURNED, EMULATED)
     if GRADIENT:
         # The other half begins width / 128 blocks further along a row. Of the transpose its lines are further down, in
         # the same blocks of rows.

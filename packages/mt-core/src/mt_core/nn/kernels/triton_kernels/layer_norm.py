@@ -113,9 +113,9 @@ def _layer_norm_backward(
         if ADD:
             change += tl.load(dtotal + offsets, mask=inside, other=0.0).to(tl.float32)
         tl.store(dx + offsets, change, mask=inside)
-    own = tl.program_id(0).to(tl.int64) * width + column
-    tl.store(dweight + own, weight_total, mask=column < width)
-    tl.store(dbias + own, bias_total, mask=column < width)
+    place = tl.program_id(0).to(tl.int64) * width + column
+    tl.store(dweight + place, weight_total, mask=column < width)
+    tl.store(dbias + place, bias_total, mask=column < width)
 
 
 @triton.jit
@@ -156,13 +156,13 @@ def _layer_norm_backward_by_columns(
             grad = tl.load(dy + offsets, mask=inside, other=0.0).to(tl.float32)
             change = inverse * (grad * scale[None, :] - level_mean - normed * along_mean)
             tl.store(dx + offsets, change, mask=inside)
-            own = tl.program_id(0).to(tl.int64) * width + column
+            place = tl.program_id(0).to(tl.int64) * width + column
             # The first tile overwrites memory that was not zeroed; later ones add to it.
             later = (column < width) & (tile > 0)
-            weight_total = tl.load(dweight + own, mask=later, other=0.0) + tl.sum(grad * normed, 0)
-            bias_total = tl.load(dbias + own, mask=later, other=0.0) + tl.sum(grad, 0)
-            tl.store(dweight + own, weight_total, mask=column < width)
-            tl.store(dbias + own, bias_total, mask=column < width)
+            weight_total = tl.load(dweight + place, mask=later, other=0.0) + tl.sum(grad * normed, 0)
+            bias_total = tl.load(dbias + place, mask=later, other=0.0) + tl.sum(grad, 0)
+            tl.store(dweight + place, weight_total, mask=column < width)
+            tl.store(dbias + place, bias_total, mask=column < width)
 
 
 def _normalize(

@@ -116,11 +116,11 @@ def _rms_norm_backward_by_columns(
             if ADD:
                 change += tl.load(dtotal + offsets, mask=inside, other=0.0).to(tl.float32)
             tl.store(dx + offsets, change, mask=inside)
-            own = dweight + tl.program_id(0).to(tl.int64) * width + column
+            place = dweight + tl.program_id(0).to(tl.int64) * width + column
             # The row of dweight does not fit in registers either, so it is added to in memory. The first tile
             # overwrites what is there: the memory is not zeroed before.
-            before = tl.load(own, mask=(column < width) & (tile > 0), other=0.0)
-            tl.store(own, before + tl.sum(grad * normed, 0), mask=column < width)
+            before = tl.load(place, mask=(column < width) & (tile > 0), other=0.0)
+            tl.store(place, before + tl.sum(grad * normed, 0), mask=column < width)
 
 
 def _normalize(

@@ -242,9 +242,9 @@ def _normed_rotary_of_qkv_backward(
             ZERO_CENTERED, INTERLEAVED, K_HEADS, HALF, REST,
         )  # fmt: skip
         copy(dv + token * groups * head_dim, dqkv + keys + head_dim, groups, head_dim, group, head_dim, K_HEADS, WIDTH)
-    own = dweights + tl.program_id(0).to(tl.int64) * 2 * head_dim  # [2, head_dim]
-    _store_weight_gradient(own, qa, qb, q_rest, half, head_dim, INTERLEAVED, HALF, REST)
-    _store_weight_gradient(own + head_dim, ka, kb, k_rest, half, head_dim, INTERLEAVED, HALF, REST)
+    gradients = dweights + tl.program_id(0).to(tl.int64) * 2 * head_dim  # [2, head_dim]
+    _store_weight_gradient(gradients, qa, qb, q_rest, half, head_dim, INTERLEAVED, HALF, REST)
+    _store_weight_gradient(gradients + head_dim, ka, kb, k_rest, half, head_dim, INTERLEAVED, HALF, REST)
 
 
 def _launch_of_qkv(
