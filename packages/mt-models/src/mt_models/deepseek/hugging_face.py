@@ -44,6 +44,7 @@ from mt_models.blocks.hugging_face_moe import (
 )
 from mt_models.blocks.hugging_face_tower import decoder_within
 from mt_models.blocks.moe import ANY, MoEOptions, frequency_of
+from mt_models.blocks.prediction_config import PredictionKeys
 from mt_models.deepseek.config import DeepseekConfig
 from mt_models.hugging_face import IGNORED, NOT_A_CHOICE, HuggingFaceFamily, require_value, tied_output
 
@@ -105,7 +106,7 @@ def latent_rules(config: DeepseekConfig) -> list[Rule]:
 
 
 def prediction_rules(
-    config: DeepseekConfig,
+    config: DeepseekConfig | PredictionKeys,
     rules_of_layer: Callable[[Any, int], list[Rule]] = layer_rules,
     *,
     final_norm: str = "shared_head.norm",
@@ -132,7 +133,7 @@ def prediction_rules(
     return rules
 
 
-def unread_prediction(config: DeepseekConfig) -> frozenset[str]:
+def unread_prediction(config: DeepseekConfig | PredictionKeys) -> frozenset[str]:
     """Tensors of layers behind the last: all without multi-token prediction, else the embedding and the LM head, in
     whose place every program takes those of the model."""
     if not config.mtp_num_layers:
