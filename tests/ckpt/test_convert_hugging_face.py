@@ -428,7 +428,7 @@ def test_a_setting_that_is_read_otherwise_than_by_transformers_is_found(make_hf,
 
 
 def test_a_source_that_transformers_cannot_read_is_computed_by_mt_and_says_why(make_hf, host, monkeypatch) -> None:
-    def failing(path: Path) -> None:
+    def failing(*arguments: object) -> None:
         raise ImportError("kernels are missing")
 
     folder = make_hf(**LLAMA)

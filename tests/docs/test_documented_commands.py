@@ -79,6 +79,7 @@ PAGES_RUN_ELSEWHERE = {
     "docs/tutorials/hugging-face.md": TUTORIALS,
     "docs/tutorials/many-ranks.md": TUTORIALS,
     "docs/tutorials/megatron-run.md": TUTORIALS,
+    "docs/tutorials/own-text.md": TUTORIALS,
     "docs/tutorials/plugin.md": TUTORIALS,
     "docs/guides/multimodal.md": "tests/eval/test_vqa.py",
     "docs/guides/instruct-retro.md": "tests/eval/test_qa.py",

@@ -11,13 +11,21 @@ import numpy as np
 import pytest
 from tests.infer.chat_forms import ARGUMENTS, FORMS, FUNCTIONS, TEMPLATE, Published
 
+from mt_core.errors import PluginError
 from mt_core.kinds import Lazy
 from mt_data.datasets.sft.chat_templates import ChatTemplate
 from mt_data.tokenizers.byte_level import ByteLevelTokenizer
 from mt_infer.chat.answer_parser import AnswerParser, AnswerPart
 from mt_infer.chat.chat_format import ChatFormat
 from mt_infer.chat.tool_calls.constraint import offered_calls, required_call
-from mt_infer.chat.tool_calls.form import TOOL_CALL_FORMS, CallForm, ToolCallFormSpec, spec_of_template
+from mt_infer.chat.tool_calls.form import (
+    TOOL_CALL_FORMS,
+    CallForm,
+    ToolCallFormSpec,
+    form_of_template,
+    require_form,
+    spec_of_template,
+)
 from mt_infer.chat.tool_calls.specs import FORMS as SPECS
 from mt_infer.sampling.constraints import Constraints
 from mt_infer.sampling.parameters import SamplingParameters
@@ -28,6 +36,18 @@ WEATHER, NOW = ("get_weather", ARGUMENTS), ("now", {})
 
 def test_each_form_has_a_published_example() -> None:
     assert set(FORMS) == set(BY_NAME)
+
+
+def test_a_form_is_named_where_the_template_shows_none_or_another() -> None:
+    assert form_of_template("{{ messages }}") is None
+    assert form_of_template("{{ messages }}", name="glm") is BY_NAME["glm"]
+    assert form_of_template("<tool_call>", name="glm") is BY_NAME["glm"]
+    template = ChatTemplate("plain", "{{ messages[0].content }}", {}, eod_after_answer=False)
+    format = ChatFormat(template, ByteLevelTokenizer(), tool_call_form="kimi_k2")
+    assert format.calls is BY_NAME["kimi_k2"]
+    format.close()
+    with pytest.raises(PluginError, match=r"--tool-call-form=hermess .*did you mean .hermes."):
+        require_form("hermess")
 
 
 def parsed(form: str, text: str, cut: int | None = None) -> AnswerPart:

@@ -48,10 +48,16 @@ class ChatFormat:
     """
 
     def __init__(
-        self, template: ChatTemplate, tokenizer: Tokenizer, *, seconds: float = 5.0, host: PluginHost | None = None
+        self,
+        template: ChatTemplate,
+        tokenizer: Tokenizer,
+        *,
+        seconds: float = 5.0,
+        host: PluginHost | None = None,
+        tool_call_form: str | None = None,
     ) -> None:
         self.source, self.tokenizer = template.source, tokenizer
-        self.calls = form_of_template(template.source, host)
+        self.calls = form_of_template(template.source, host, tool_call_form)
         self.reasoning = reasoning_of_template(template.source)
         self._special = template.special_tokens
         self._process = TemplateProcess(template.source, template.name, seconds=seconds)
@@ -238,11 +244,17 @@ def require_template(name: str | None) -> None:
 
 
 def load_chat_format(
-    name: str | None, tokenizer: Tokenizer, data: Any, *, seconds: float = 5.0, host: PluginHost | None = None
+    name: str | None,
+    tokenizer: Tokenizer,
+    data: Any,
+    *,
+    seconds: float = 5.0,
+    host: PluginHost | None = None,
+    tool_call_form: str | None = None,
 ) -> ChatFormat | None:
     """The format of --chat-template: a built-in name or a Jinja file; else what the model was trained on (data, its
-    [data] section), else the tokenizer's own; None if it has none. Raises ConfigError for a name that is neither, and
-    for a template that cannot be used."""
+    [data] section), else the tokenizer's own; None if it has none. tool_call_form: in place of the one that the
+    template shows. Raises ConfigError for a name that is neither, and for a template that cannot be used."""
     require_template(name)
     if name is not None:
         template = load_chat_template(name, None if name in NAMES else name, tokenizer)
@@ -256,4 +268,4 @@ def load_chat_format(
             raise ConfigError(
                 f"{error}; or choose another with --chat-template {', '.join(NAMES)} or a file"
             ) from error
-    return ChatFormat(template, tokenizer, seconds=seconds, host=host)
+    return ChatFormat(template, tokenizer, seconds=seconds, host=host, tool_call_form=tool_call_form)

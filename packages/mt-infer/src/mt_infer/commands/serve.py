@@ -53,6 +53,9 @@ def serve(
         str | None,
         typer.Option(help="tokenizer, chatml, llama3, plain, or a Jinja file. Default: what it was trained with."),
     ] = None,
+    tool_call_form: Annotated[
+        str | None, typer.Option(help="Form of calls of tools, as hermes. Default: the one that the template shows.")
+    ] = None,
     allowed_local_media_path: Annotated[
         list[Path] | None,
         typer.Option(
@@ -79,6 +82,7 @@ def serve(
     from mt_core.train.build import resolve_device
     from mt_infer.adapters import named_folders
     from mt_infer.chat.chat_format import require_template
+    from mt_infer.chat.tool_calls.form import require_form
     from mt_infer.server.options import ServerOptions
     from mt_infer.server.running import listen
     from mt_infer.server.security import is_loopback
@@ -99,11 +103,19 @@ def serve(
     if adapters and len(paths) > 1:
         raise ConfigError(f"--adapter is for one model, and {len(paths)} are served; start a server for each")
     require_template(chat_template)
+    require_form(tool_call_form)
     settings = layout_of_ranks(engine_settings(set_ or []))
     # Before models are loaded, which may take minutes.
     listening = listen(host or LOOPBACK, port) if read_environment().rank == 0 else None
     with rank_session(resolve_device(device).type):
-        models = load_models(paths, device=device, settings=settings, names=name or (), chat_template=chat_template)
+        models = load_models(
+            paths,
+            device=device,
+            settings=settings,
+            names=name or (),
+            chat_template=chat_template,
+            tool_call_form=tool_call_form,
+        )
         for adapter_name, folder in adapters.items():
             models.append(add_adapter(models[0], adapter_name, folder))
         if listening is None:

@@ -151,6 +151,7 @@ def load_models(
     settings: Mapping[str, Mapping[str, Any]],
     names: Sequence[str] = (),
     chat_template: str | None = None,
+    tool_call_form: str | None = None,
     template_seconds: float = 5.0,
     host: PluginHost | None = None,
 ) -> list[ServedModel]:
@@ -165,7 +166,8 @@ def load_models(
             models.append(_without_generation(name, trained, host))
             continue
         generator = TextGenerator.of_trained(trained, host, device=device, settings=settings)
-        models.append(_language_model(name, generator, chat_template, template_seconds, host))
+        chat = _chat_format(generator, chat_template, tool_call_form, template_seconds, host)
+        models.append(ServedModel(name, int(time.time()), generator, chat=chat))
     return models
 
 
@@ -199,15 +201,14 @@ def _without_generation(name: str, trained: TrainedModel, host: PluginHost) -> S
     return ServedModel(name, int(time.time()), embedder=TextEmbedder.of_trained(trained))
 
 
-def _language_model(
-    name: str, generator: TextGenerator, chat_template: str | None, seconds: float, host: PluginHost
-) -> ServedModel:
+def _chat_format(
+    generator: TextGenerator, template: str | None, form: str | None, seconds: float, host: PluginHost
+) -> ChatFormat | None:
     """Rank 0, which answers requests, has the chat template."""
-    chat = None
-    if generator.engine.ctx.world.rank == 0:
-        data = generator.config.data
-        chat = load_chat_format(chat_template, generator.tokenizer, data, seconds=seconds, host=host)
-    return ServedModel(name, int(time.time()), generator, chat=chat)
+    if generator.engine.ctx.world.rank != 0:
+        return None
+    data = generator.config.data
+    return load_chat_format(template, generator.tokenizer, data, seconds=seconds, host=host, tool_call_form=form)
 
 
 def _name(path: Path) -> str:

@@ -121,10 +121,20 @@ class ToolCallFormSpec(Spec):
 TOOL_CALL_FORMS = Kind("tool_call_forms", "a form of tool calls", ToolCallFormSpec, "mt-infer")
 
 
-def form_of_template(source: str, host: PluginHost | None = None) -> CallForm | None:
-    """The form that a chat template has the model write calls in; None for a template without calls."""
-    spec = spec_of_template(source, host)
+def form_of_template(source: str, host: PluginHost | None = None, name: str | None = None) -> CallForm | None:
+    """The form that a chat template has the model write calls in, or that of this name; None for a template without
+    calls. Raises PluginError for a name that is not registered."""
+    if name is not None:
+        spec: ToolCallFormSpec | None = (host or load_plugins())[TOOL_CALL_FORMS].get(name, key="--tool-call-form")
+    else:
+        spec = spec_of_template(source, host)
     return None if spec is None else spec.form.load()
+
+
+def require_form(name: str | None, host: PluginHost | None = None) -> None:
+    """Raises PluginError for a --tool-call-form that is not registered."""
+    if name is not None:
+        (host or load_plugins())[TOOL_CALL_FORMS].get(name, key="--tool-call-form")
 
 
 def spec_of_template(source: str, host: PluginHost | None = None) -> ToolCallFormSpec | None:
