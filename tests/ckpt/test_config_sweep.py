@@ -20,8 +20,8 @@ from tests.ckpt.larger_classes import SWEEP_CASES
 from mt_core.plugins import load_plugins
 from mt_core.specs import MODELS
 
-MAX_HARMLESS_REFUSALS = 250
-"""Of all values of one case for each configuration."""
+MAX_HARMLESS_SHARE = 0.02
+"""Of all values of one case for each configuration, those that are refused although they change nothing."""
 NOT_SWEPT = {
     "step3p5": "step3p7's text_config as a file of its own, for which transformers has no class with a head",
     "kimi_k2": "deepseek_v3, under another name, for which transformers has no class",
@@ -84,11 +84,11 @@ def test_every_field_changed_by_itself(name: str) -> None:
 @pytest.mark.exhaustive
 @pytest.mark.slow
 def test_few_harmless_values_are_refused() -> None:
-    refused = {
-        name: [one for one in all_judged(name) if one.outcome == Outcome.REFUSED_HARMLESS] for name in CONFIGURATIONS
-    }
-    counts = Counter({name: len(ones) for name, ones in refused.items()})
-    assert counts.total() < MAX_HARMLESS_REFUSALS, counts
+    judged = {name: all_judged(name) for name in CONFIGURATIONS}
+    refused = Counter(
+        name for name, values in judged.items() for value in values if value.outcome == Outcome.REFUSED_HARMLESS
+    )
+    assert refused.total() < MAX_HARMLESS_SHARE * sum(map(len, judged.values())), refused
 
 
 # -- a part of it by default ---------------------------------------------------------------------------
