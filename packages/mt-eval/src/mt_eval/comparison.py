@@ -64,11 +64,11 @@ def compare(first: Path, second: Path, bootstrap: Bootstrap) -> dict[str, dict[s
     """
     ours, theirs = (_recorded(path) for path in (first, second))
     _check_tasks(first, ours, second, theirs)
-    found = {}
+    differences = {}
     for task, samples in ours.samples.items():
         _check_samples(task, first, samples, second, theirs.samples[task])
-        found[task] = dict(_differences(samples, theirs.samples[task], bootstrap))
-    return found
+        differences[task] = dict(_differences(samples, theirs.samples[task], bootstrap))
+    return differences
 
 
 def paired_bootstrap(first: Array, second: Array, weights: Array, bootstrap: Bootstrap) -> tuple[float, float]:
@@ -104,11 +104,11 @@ def _differences(
         pairs = [(a, b) for a, b in zip(first, second, strict=True) if metric in a.values and metric in b.values]
         if not pairs:
             continue
-        ours, theirs = (np.array([pair[one].values[metric] for pair in pairs]) for one in (0, 1))
+        ours, theirs = (np.array([pair[side].values[metric] for pair in pairs]) for side in (0, 1))
         # Equal in both, as `_check_samples` has required.
         weights = np.array([sample.weight for sample, _ in pairs])
-        found = _difference(ours, theirs, weights, bootstrap, len(first) - len(pairs))
-        yield (PERPLEXITY, _of_perplexity(found)) if metric == LOG_LIKELIHOOD else (metric, found)
+        difference = _difference(ours, theirs, weights, bootstrap, len(first) - len(pairs))
+        yield (PERPLEXITY, _of_perplexity(difference)) if metric == LOG_LIKELIHOOD else (metric, difference)
 
 
 def _difference(first: Array, second: Array, weights: Array, bootstrap: Bootstrap, not_scored: int) -> Difference:
@@ -117,13 +117,13 @@ def _difference(first: Array, second: Array, weights: Array, bootstrap: Bootstra
     return Difference(*means, means[1] - means[0], low, high, len(weights), not_scored)
 
 
-def _of_perplexity(found: Difference) -> Difference:
+def _of_perplexity(difference: Difference) -> Difference:
     """From log-likelihoods. exp(-x) falls, so that the interval's ends change places."""
     # exp of a difference of log-likelihoods is a ratio of perplexities.
     first, second, ratio, high, low = np.exp(
-        [-found.first, -found.second, -found.difference, -found.low, -found.high]
+        [-difference.first, -difference.second, -difference.difference, -difference.low, -difference.high]
     ).tolist()
-    return Difference(first, second, ratio, low, high, found.samples, found.not_scored)
+    return Difference(first, second, ratio, low, high, difference.samples, difference.not_scored)
 
 
 def _recorded(path: Path) -> Recorded:
@@ -155,13 +155,13 @@ def _check_samples(task: str, first: Path, ours: Sequence[Sample], second: Path,
             f"task {task}: {first} has {len(ours)} samples, {second} {len(theirs)}; run the same command to its end, "
             "with the same --limit and windows"
         )
-    for one, other in zip(ours, theirs, strict=True):
-        if one.name != other.name:
-            raise DataError(f"task {task}: where {first} has {one.name!r}, {second} has {other.name!r}")
+    for sample, other in zip(ours, theirs, strict=True):
+        if sample.name != other.name:
+            raise DataError(f"task {task}: where {first} has {sample.name!r}, {second} has {other.name!r}")
         # A failed sample has no weight of its own.
-        is_weighed = one.error is None and other.error is None
-        if is_weighed and one.weight != other.weight:
+        is_weighed = sample.error is None and other.error is None
+        if is_weighed and sample.weight != other.weight:
             raise DataError(
-                f"task {task}, {one.name}: weight {one.weight:g} in {first}, {other.weight:g} in {second}; with "
+                f"task {task}, {sample.name}: weight {sample.weight:g} in {first}, {other.weight:g} in {second}; with "
                 "another tokenizer or window the samples are not the same"
             )

@@ -54,12 +54,12 @@ class Contamination:
             "samples": self.samples,
             "too_short": self.too_short,
             "contaminated": len(self.contaminated),
-            "overlaps": [one.to_dict() for one in self.contaminated],
+            "overlaps": [overlap.to_dict() for overlap in self.contaminated],
             "normalization": NORMALIZATION,
             "ignored_as_common": {
                 "ngrams": self.common_ngrams,
                 "samples": len(self.common),
-                "overlaps": [one.to_dict() for one in self.common],
+                "overlaps": [overlap.to_dict() for overlap in self.common],
             },
         }
 
@@ -73,16 +73,16 @@ def find_contamination(
     Raises DataError for records without the keys, and when no sample has enough words.
     """
     sources = expand_globs(train)
-    found = collect_grams([task], keys, options.ngram, options.min_ngram)
+    eval_grams = collect_grams([task], keys, options.ngram, options.min_ngram)
     # One process at a time: two would mix their counts in the working folder.
     with locked(run.output):
         # Workers load the table from the file.
-        save_grams(run.work / "all", found.grams)
-        counts = document_counts(sources, GramTable(found.grams).count, run)
+        save_grams(run.work / "all", eval_grams.grams)
+        counts = document_counts(sources, GramTable(eval_grams.grams).count, run)
     shutil.rmtree(run.output)
     # Very frequent n-grams are idioms, licenses or headers, which say nothing of a copy.
     is_common = counts > (options.max_documents or np.inf)
-    return _contamination(task, keys, GramTable(found.grams), (counts > 0) & ~is_common, is_common, options)
+    return _contamination(task, keys, GramTable(eval_grams.grams), (counts > 0) & ~is_common, is_common, options)
 
 
 def _contamination(
@@ -101,8 +101,8 @@ def _contamination(
         name, texts = f"line {record.line}", list(eval_texts(record, keys))
         samples += 1
         for chosen, overlaps in ((is_shared, contaminated), (is_common, common)):
-            found = [_overlap(name, text, table, chosen, options) for text in texts]
-            searched = [one for one in found if one is not None]
+            results = [_overlap(name, text, table, chosen, options) for text in texts]
+            searched = [overlap for overlap in results if overlap is not None]
             overlaps += _of_sample(name, searched)
         too_short += not searched
     return Contamination(samples, too_short, contaminated, common, int(is_common.sum()))
@@ -110,10 +110,10 @@ def _contamination(
 
 def _of_sample(name: str, texts: Sequence[Overlap]) -> list[Overlap]:
     """Overlaps of all texts of a sample, its question and its answers; none where none of them shares an n-gram."""
-    shared = [one for one in texts if one.shared]
+    shared = [overlap for overlap in texts if overlap.shared]
     if not shared:
         return []
-    ngrams, hits = (sum(getattr(one, of) for one in texts) for of in ("ngrams", "shared"))
+    ngrams, hits = (sum(getattr(overlap, of) for overlap in texts) for of in ("ngrams", "shared"))
     return [Overlap(name, ngrams, hits, shared[0].words)]
 
 

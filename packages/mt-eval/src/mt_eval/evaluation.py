@@ -77,15 +77,15 @@ def read_evaluation(path: Path) -> Evaluation:
     """Raises DataError for a file that is no result of mt eval."""
     try:
         content = json.loads(path.read_text(encoding="utf-8"))
-        found = content["format"], content["version"]
+        header = content["format"], content["version"]
         tasks = {name: TaskResult(**result) for name, result in content["tasks"].items()}
         evaluation = Evaluation(tasks, content["provenance"])
     except OSError as error:
         raise DataError(f"{path} cannot be read: {error.strerror or error}; mt eval writes it with --output") from error
     except (ValueError, KeyError, TypeError, AttributeError) as error:
         raise DataError(f"{path} is no result of mt eval, which writes one with --output") from error
-    if found != (FORMAT, VERSION):
-        raise DataError(f"{path} has format {found[0]!r}, version {found[1]!r}; read is {FORMAT!r}, {VERSION}")
+    if header != (FORMAT, VERSION):
+        raise DataError(f"{path} has format {header[0]!r}, version {header[1]!r}; read is {FORMAT!r}, {VERSION}")
     return evaluation
 
 

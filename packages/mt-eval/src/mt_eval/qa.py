@@ -50,9 +50,9 @@ def f1_of_first(prediction: str, answers: Sequence[str]) -> float | None:
     if not right:
         # A question without a right answer is left out of the mean.
         return None
-    found = _words(prediction)
-    shared = sum((Counter(found) & Counter(right)).values())
-    return 2 * shared / (len(found) + len(right))
+    predicted = _words(prediction)
+    shared = sum((Counter(predicted) & Counter(right)).values())
+    return 2 * shared / (len(predicted) + len(right))
 
 
 def _words(text: str) -> list[str]:
@@ -165,8 +165,8 @@ class QuestionAnswering:
                 self._request(record, passages, generator.longest)
                 for record, passages in zip(records, self._passages(records), strict=True)
             ]
-            usable = (one for one in requests if one.error is None)
-            answers = complete(generator, ((one.tokens, self.sampling, one.inputs) for one in usable))
+            usable = (request for request in requests if request.error is None)
+            answers = complete(generator, ((request.tokens, self.sampling, request.inputs) for request in usable))
             for request in requests:
                 # next: `answers` has an entry for each usable request, in order.
                 yield request.failed if request.error is not None else request.answered(next(answers).text)
@@ -179,8 +179,8 @@ class QuestionAnswering:
             return [()] * len(records)
         if self.retriever is None:
             return [record.passages for record in records]
-        found = self.retriever.passages([record.question for record in records], self.top_k)
-        return [[passage_text(title, text) for title, text in passages] for passages in found]
+        retrieved = self.retriever.passages([record.question for record in records], self.top_k)
+        return [[passage_text(title, text) for title, text in passages] for passages in retrieved]
 
     def _request(self, record: QARecord, passages: Sequence[str], longest: int) -> Request:
         if not record.answers:
@@ -200,7 +200,7 @@ class QuestionAnswering:
         names = ("neighbor_tokens", "neighbor_mask")
         # The same passages for every chunk: [neighbours, length] -> [1, chunks, neighbours, length].
         of_chunk = self.shape.tokens(wanted, self.prompts.encode)
-        every = (torch.from_numpy(self.shape.of_every_chunk(one, positions))[None] for one in of_chunk)
+        every = (torch.from_numpy(self.shape.of_every_chunk(array, positions))[None] for array in of_chunk)
         return dict(zip(names, every, strict=True))
 
 

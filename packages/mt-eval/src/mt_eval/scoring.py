@@ -48,7 +48,7 @@ def score(generator: TextGenerator, continuations: Iterable[Continuation]) -> It
     require_decoder(generator)
     # The requests are consumed ahead of the answers, by as many as the engine takes.
     first, second = tee(continuations)
-    requests = ((one.tokens[:-1], _scoring(one), one.inputs) for one in first)
+    requests = ((continuation.tokens[:-1], _scoring(continuation), continuation.inputs) for continuation in first)
     for done, continuation in zip(complete(generator, requests), second, strict=True):
         yield _scored(continuation, done)
 
@@ -89,10 +89,10 @@ def _scored(continuation: Continuation, done: Completion) -> Scored:
     # Of the prompt, then of the forced last token.
     rows: list[LogProbs | None] = [*(done.prompt_logprobs or ())[continuation.first :], *done.logprobs]
     wanted = continuation.tokens[continuation.first :]
-    found = [row for row in rows if row is not None]
-    assert len(found) == len(wanted), "the engine reports each token once"
+    logprobs = [row for row in rows if row is not None]
+    assert len(logprobs) == len(wanted), "the engine reports each token once"
     return Scored(
-        [row.token for row in found],
+        [row.token for row in logprobs],
         # logprobs=1: the likeliest token of each position is listed first.
-        [row.top[0][0] == token for row, token in zip(found, wanted, strict=True)],
+        [row.top[0][0] == token for row, token in zip(logprobs, wanted, strict=True)],
     )

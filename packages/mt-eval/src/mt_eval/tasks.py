@@ -30,9 +30,9 @@ class Sample:
 
     def to_dict(self) -> dict[str, Any]:
         """JSON values, without what is as by default."""
-        given: dict[str, Any] = {"name": self.name, "values": dict(self.values), "weight": self.weight}
+        required: dict[str, Any] = {"name": self.name, "values": dict(self.values), "weight": self.weight}
         optional = {"truncated": self.truncated, "error": self.error, "details": dict(self.details)}
-        return given | {key: value for key, value in optional.items() if value}
+        return required | {key: value for key, value in optional.items() if value}
 
 
 class Task(Protocol):

@@ -45,12 +45,12 @@ ENOUGH = 3
 
 def normalized(answer: str) -> str:
     """Lower case, without punctuation and articles, numbers as digits."""
-    given = answer.replace("\n", " ").replace("\t", " ").strip()
-    text = given
+    original = answer.replace("\n", " ").replace("\t", " ").strip()
+    text = original
     for mark in PUNCTUATION:
         # A mark beside a space, or any mark in a text with a number such as 1,000, is dropped; others separate words.
-        # In the text as it was given: other marks have become spaces since.
-        is_apart = f"{mark} " in given or f" {mark}" in given or BETWEEN_DIGITS.search(given)
+        # In the original text: other marks have become spaces since.
+        is_apart = f"{mark} " in original or f" {mark}" in original or BETWEEN_DIGITS.search(original)
         text = text.replace(mark, "" if is_apart else " ")
     # A period is kept within a number.
     text = LONE_PERIOD.sub("", text).replace("'", "").lower()
@@ -58,10 +58,10 @@ def normalized(answer: str) -> str:
     return " ".join(word for word in words if word not in ARTICLES)
 
 
-def vqa_accuracy(answer: str, given: Sequence[str]) -> float:
+def vqa_accuracy(answer: str, references: Sequence[str]) -> float:
     """The mean over people of min(1, others who gave this answer / 3); with one person's answer, whether it is that."""
-    own = normalized(answer)
-    matches = [normalized(other) == own for other in given]
+    wanted = normalized(answer)
+    matches = [normalized(other) == wanted for other in references]
     if len(matches) == 1:
         return float(matches[0])
     total = sum(matches)
@@ -69,9 +69,9 @@ def vqa_accuracy(answer: str, given: Sequence[str]) -> float:
     return sum(min(1.0, (total - match) / ENOUGH) for match in matches) / len(matches)
 
 
-def exact_match(answer: str, given: Sequence[str]) -> float:
+def exact_match(answer: str, references: Sequence[str]) -> float:
     """Whether it is one of them, white space around it aside."""
-    return float(answer.strip() in {other.strip() for other in given})
+    return float(answer.strip() in {other.strip() for other in references})
 
 
 METRICS = {"exact_match": exact_match, "vqa_accuracy": vqa_accuracy}
@@ -140,7 +140,9 @@ class VisualQuestions:
             requests = [self._request(record, generator) for record in self.records[start : start + BATCH]]
             usable = [request for request in requests if request.error is None]
             prompts, inputs = [request.tokens for request in usable], [request.inputs for request in usable]
-            answers = (own[0].require_complete() for own in generator.generate(prompts, self.sampling, inputs))
+            answers = (
+                completions[0].require_complete() for completions in generator.generate(prompts, self.sampling, inputs)
+            )
             for request in requests:
                 yield request.failed if request.error is not None else request.answered(next(answers).text)
 
@@ -192,6 +194,6 @@ class Request:
         return Sample(self.record.where, error=self.error)
 
     def answered(self, text: str) -> Sample:
-        given = self.record.references
-        values = {metric: compare(text, given) for metric, compare in METRICS.items()}
-        return Sample(self.record.where, values, details={"answer": text, "references": given})
+        references = self.record.references
+        values = {metric: compare(text, references) for metric, compare in METRICS.items()}
+        return Sample(self.record.where, values, details={"answer": text, "references": references})

@@ -97,21 +97,25 @@ class GGUFFamily:
         """The architecture in which a model of this config.json is written. Raises ConfigError for a type that
         llama.cpp does not have."""
         model_type = str(external["model_type"])
-        fitting = (one for one in self.architectures if one.model_type == model_type and one.applies(external))
-        found = next(fitting, None)
-        if found is None:
-            kinds = ", ".join(one.model_type for one in self.architectures)
+        fitting = (
+            candidate
+            for candidate in self.architectures
+            if candidate.model_type == model_type and candidate.applies(external)
+        )
+        architecture = next(fitting, None)
+        if architecture is None:
+            kinds = ", ".join(candidate.model_type for candidate in self.architectures)
             raise ConfigError(
                 f"a model of the type {model_type} cannot be written as GGUF; of this family can: {kinds}"
             )
-        return found
+        return architecture
 
 
 def require(external: External, key: str, allowed: Sequence[Any], architecture: str) -> None:
     """Raises ConfigError for a value of config.json that the architecture does not compute."""
     value = external.get(key)
     if value not in allowed:
-        legal = " or ".join(str(one) for one in allowed)
+        legal = " or ".join(str(choice) for choice in allowed)
         raise ConfigError(
             f"{key}={value} cannot be written as GGUF of the architecture {architecture}; it can be {legal}"
         )

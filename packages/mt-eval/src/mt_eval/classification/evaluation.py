@@ -49,30 +49,35 @@ def evaluate_sets(
     # All files are opened before the first is predicted: an error in the last one shows at once.
     datasets = {name: classifier.dataset(file) for name, file in sets.items()}
     # Collective: every rank predicts every set in this order.
-    found = {
+    predicted = {
         name: classifier.predict(dataset, partial(on_samples, name, len(dataset))) for name, dataset in datasets.items()
     }
-    results = {name: _result(classifier, sets[name], name, one, predictions) for name, one in found.items()}
-    if len(found) > 1:
+    results = {
+        name: _result(classifier, sets[name], name, set_predictions, predictions)
+        for name, set_predictions in predicted.items()
+    }
+    if len(predicted) > 1:
         # The scores of all samples together, not the mean of the sets' scores.
-        whole = together(list(found.values()))
+        whole = together(list(predicted.values()))
         results[OVERALL] = _result(classifier, next(iter(sets.values())), OVERALL, whole, predictions)
     model = describe_model(classifier.trained.checkpoint, classifier.trained.config)
     provenance = {**model, **describe_run(str(classifier.ctx.device))}
     evaluation = Evaluation(results, provenance)
     # Every rank has all predictions; one of them writes.
     if is_writer():
-        _write(found, evaluation, predictions, output)
+        _write(predicted, evaluation, predictions, output)
     return evaluation
 
 
-def _result(classifier: TrainedClassifier, file: str, name: str, found: Predictions, folder: Path | None) -> TaskResult:
-    of = of_set(found)
+def _result(
+    classifier: TrainedClassifier, file: str, name: str, predictions: Predictions, folder: Path | None
+) -> TaskResult:
+    of = of_set(predictions)
     scored, unlabelled = int(of.labelled.sum()), of.uids[~of.labelled].tolist()
     if not scored and folder is None:
         raise DataError(f"{name}: no sample of {file} has a label, so that nothing can be scored; give --predictions")
     return TaskResult(
-        scores_of(found, classifier.metrics),
+        scores_of(predictions, classifier.metrics),
         scored,
         int(of.truncated.sum()),
         len(unlabelled),
@@ -89,32 +94,32 @@ def _settings(classifier: TrainedClassifier, file: str, of: SetPredictions) -> d
 
 
 def _write(
-    found: Mapping[str, Predictions], evaluation: Evaluation, predictions: Path | None, output: Path | None
+    predicted: Mapping[str, Predictions], evaluation: Evaluation, predictions: Path | None, output: Path | None
 ) -> None:
     if predictions is not None:
         with writing(predictions, "--predictions"):
-            for name, one in found.items():
-                write_predictions(predictions / f"{name}.jsonl", of_set(one))
+            for name, set_predictions in predicted.items():
+                write_predictions(predictions / f"{name}.jsonl", of_set(set_predictions))
     if output is not None:
-        _write_samples(samples_path(output), found, evaluation)
+        _write_samples(samples_path(output), predicted, evaluation)
         evaluation.write(output)
 
 
-def _write_samples(path: Path, found: Mapping[str, Predictions], evaluation: Evaluation) -> None:
+def _write_samples(path: Path, predicted: Mapping[str, Predictions], evaluation: Evaluation) -> None:
     # A journal of an earlier run would be continued; predictions are computed anew each time.
     path.unlink(missing_ok=True)
-    described = {"tasks": {name: dict(evaluation.tasks[name].settings) for name in found}}
+    described = {"tasks": {name: dict(evaluation.tasks[name].settings) for name in predicted}}
     with Journal(path, described) as journal:
-        for name, one in found.items():
-            for sample in _samples(one):
+        for name, set_predictions in predicted.items():
+            for sample in _samples(set_predictions):
                 journal.add(name, sample)
 
 
-def _samples(found: Predictions) -> list[Sample]:
+def _samples(predictions: Predictions) -> list[Sample]:
     """Values of the samples with a label: the loss, and of classes whether the likeliest is the right one."""
     # labelled() leaves out the samples without a label, as the mask below does.
-    outputs, losses, labels = found.labelled()
-    uids = found.fields["uid"][found.fields["loss_mask"] > 0].tolist()
+    outputs, losses, labels = predictions.labelled()
+    uids = predictions.fields["uid"][predictions.fields["loss_mask"] > 0].tolist()
     samples = [Sample(str(uid), {"loss": float(loss)}) for uid, loss in zip(uids, losses, strict=True)]
     # One output is a regression, in which nothing is right or wrong.
     if outputs.shape[-1] == 1:
@@ -165,8 +170,10 @@ def _finetune(loaded: LoadedConfig, seed: int, run_dir: Path, host: PluginHost) 
 def _evaluation_of(best: BestRecord, metrics: Path) -> dict[str, float]:
     """The last one of its step in metrics.jsonl that has its metric; lines of evaluators have others."""
     lines = (json.loads(line) for line in metrics.read_text(encoding="utf-8").splitlines())
-    found = [line for line in lines if line["iteration"] == best.iteration and best.metric in line]
-    return {name: value for name, value in found[-1].items() if name not in ("kind", "iteration", "time", "elapsed")}
+    evaluations = [line for line in lines if line["iteration"] == best.iteration and best.metric in line]
+    return {
+        name: value for name, value in evaluations[-1].items() if name not in ("kind", "iteration", "time", "elapsed")
+    }
 
 
 def summary(runs: Sequence[SeedScores]) -> dict[str, float]:

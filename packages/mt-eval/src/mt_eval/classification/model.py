@@ -144,7 +144,10 @@ def _steps(
     reader = BatchReader(dataset, steps, micro_size=micro_size, dp_rank=ctx.dp.rank, dp_size=ctx.dp.size, workers=1)
     for (first, taken), rank_batch in zip(steps, reader, strict=True):
         arrays = rank_batch.micro_batches
-        yield rank_batch.samples, [{k: torch.from_numpy(v).to(ctx.device) for k, v in one.items()} for one in arrays]
+        yield (
+            rank_batch.samples,
+            [{k: torch.from_numpy(v).to(ctx.device) for k, v in batch.items()} for batch in arrays],
+        )
         on_batch(first + taken)
 
 

@@ -82,21 +82,23 @@ def ensemble(
     """Averages the probabilities that several models gave to the same samples."""
     from mt_eval.classification.predictions import read_ensemble, write_predictions, write_table
 
-    found = read_ensemble(files)
-    loss = host_of(context)[LOSSES].get("regression" if found.is_regression else "classification")
-    names = metrics or (["pearson", "spearman"] if found.is_regression else ["accuracy"])
+    predictions = read_ensemble(files)
+    loss = host_of(context)[LOSSES].get("regression" if predictions.is_regression else "classification")
+    names = metrics or (["pearson", "spearman"] if predictions.is_regression else ["accuracy"])
     unknown = [name for name in names if name not in loss.metrics]
     if unknown:
         raise ConfigError(f"--metric {unknown[0]}: predictions of {loss.name} have {', '.join(loss.metrics)}")
     if output is not None:
         with writing(output, "--output"):
-            (write_table if output.suffix == ".tsv" else write_predictions)(output, found)
-    typer.echo(f"{len(files)} predictions of {len(found.uids):,} samples")
-    if not found.labelled.any():
+            (write_table if output.suffix == ".tsv" else write_predictions)(output, predictions)
+    typer.echo(f"{len(files)} predictions of {len(predictions.uids):,} samples")
+    if not predictions.labelled.any():
         typer.echo("no sample has a label, so that nothing is scored")
         return
     for name in names:
-        value = loss.metrics[name].load()(found.outputs[found.labelled], found.labels[found.labelled])
+        value = loss.metrics[name].load()(
+            predictions.outputs[predictions.labelled], predictions.labels[predictions.labelled]
+        )
         typer.echo(f"{name} {value:.4f}")
 
 

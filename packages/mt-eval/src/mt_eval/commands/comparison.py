@@ -37,27 +37,35 @@ def compare(
     from mt_eval.comparison import Bootstrap
     from mt_eval.comparison import compare as compare_files
 
-    found = compare_files(first, second, Bootstrap(resamples, confidence, seed))
+    differences = compare_files(first, second, Bootstrap(resamples, confidence, seed))
     if as_json:
         settings = {"first": str(first), "second": str(second), "resamples": resamples, "seed": seed}
-        tasks = {task: {metric: asdict(one) for metric, one in own.items()} for task, own in found.items()}
+        tasks = {
+            task: {metric: asdict(difference) for metric, difference in metrics.items()}
+            for task, metrics in differences.items()
+        }
         typer.echo(json.dumps({**settings, "confidence": confidence, "tasks": tasks}, indent=2))
     else:
-        show(found, confidence)
+        show(differences, confidence)
 
 
-def show(found: dict[str, dict[str, Difference]], confidence: float) -> None:
+def show(differences: dict[str, dict[str, Difference]], confidence: float) -> None:
     """An interval without 0 (of perplexity's ratio: without 1) is marked."""
     from mt_eval.comparison import PERPLEXITY
 
     table = Table("task", "metric", "A", "B", "B - A", f"{confidence:.0%} interval", "", "samples", box=None)
-    for task, metrics in found.items():
-        for metric, one in metrics.items():
+    for task, metrics in differences.items():
+        for metric, difference in metrics.items():
             is_ratio = metric == PERPLEXITY
-            differs = not one.low <= (1.0 if is_ratio else 0.0) <= one.high
-            change = f"{'x ' if is_ratio else ''}{one.difference:.4f}"
-            values = (f"{one.first:.4f}", f"{one.second:.4f}", change, f"{one.low:.4f} to {one.high:.4f}")
-            table.add_row(task, metric, *values, "*" if differs else "", f"{one.samples:,}")
+            differs = not difference.low <= (1.0 if is_ratio else 0.0) <= difference.high
+            change = f"{'x ' if is_ratio else ''}{difference.difference:.4f}"
+            values = (
+                f"{difference.first:.4f}",
+                f"{difference.second:.4f}",
+                change,
+                f"{difference.low:.4f} to {difference.high:.4f}",
+            )
+            table.add_row(task, metric, *values, "*" if differs else "", f"{difference.samples:,}")
     Console().print(table)
 
 
@@ -100,15 +108,15 @@ def contamination(
     show_contamination(overlaps)
 
 
-def show_contamination(found: dict[str, object]) -> None:
-    overlaps = found["overlaps"]
+def show_contamination(report: dict[str, object]) -> None:
+    overlaps = report["overlaps"]
     assert isinstance(overlaps, list)
     typer.echo(
-        f"{found['contaminated']:,} of {found['samples']:,} samples share n-grams with the training set; "
-        f"{found['too_short']:,} are too short to be searched for"
+        f"{report['contaminated']:,} of {report['samples']:,} samples share n-grams with the training set; "
+        f"{report['too_short']:,} are too short to be searched for"
     )
     _print_table(overlaps, "first shared words")
-    common = found["ignored_as_common"]
+    common = report["ignored_as_common"]
     assert isinstance(common, dict)
     if common["ngrams"]:
         typer.echo(
@@ -116,12 +124,12 @@ def show_contamination(found: dict[str, object]) -> None:
             "--max-documents, and were ignored as common phrases:"
         )
         _print_table(common["overlaps"], "first ignored words")
-    typer.echo(f"words were compared in {found['normalization']}")
+    typer.echo(f"words were compared in {report['normalization']}")
 
 
 def _print_table(overlaps: list[dict[str, Any]], words: str) -> None:
     table = Table("sample", "share", words, box=None)
-    for one in overlaps[:SHOWN]:
-        table.add_row(one["name"], f"{one['share']:.0%}", one["words"])
+    for overlap in overlaps[:SHOWN]:
+        table.add_row(overlap["name"], f"{overlap['share']:.0%}", overlap["words"])
     if overlaps:
         Console().print(table)

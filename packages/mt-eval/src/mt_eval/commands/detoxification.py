@@ -120,8 +120,8 @@ def build_scorer(context: typer.Context, name: str, options: list[str]) -> TextS
     return built
 
 
-def scorer_options(given: list[str]) -> dict[str, str]:
-    return named_options(given, "--scorer-option")
+def scorer_options(options: list[str]) -> dict[str, str]:
+    return named_options(options, "--scorer-option")
 
 
 def show(metrics: dict[str, float], as_json: bool) -> None:

@@ -86,7 +86,7 @@ def generation(
 
 def _numbers(k: str) -> list[int]:
     try:
-        numbers = [int(one) for one in k.split(",")]
+        numbers = [int(number) for number in k.split(",")]
     except ValueError:
         numbers = []
     if not numbers or min(numbers) < 1:
@@ -149,13 +149,13 @@ def qa(
     limit: LIMIT = None,
 ) -> None:
     """Questions answered with retrieved passages: exact match and F1 of greedy answers."""
-    given = {
+    data_options = {
         "ft_neighbours": ft_neighbours,
         "encode_passages": encode_passages,
         "reuse_top": reuse_top,
         "chat_template": chat_template,
     }
-    keys = {key: value for key, value in given.items() if value is not None}
+    keys = {key: value for key, value in data_options.items() if value is not None}
     options = named_options(retriever_option or [], "--retriever-option")
     if retriever is None and (options or top_k is not None):
         raise ConfigError("--retriever-option and --top-k are those of a retriever; name it with --retriever")
@@ -165,9 +165,9 @@ def qa(
         from mt_infer.sampling.parameters import SamplingParameters
 
         host = host_of(context)
-        found = None
+        passage_retriever = None
         if retriever is not None:
-            found = (
+            passage_retriever = (
                 host.registry("passage_retrievers").get(retriever, key="--retriever").build.load()(options, run.device)
             )
         sampling = SamplingParameters(temperature=0.0, max_tokens=max_tokens, stop=tuple(stop or ()))
@@ -178,7 +178,7 @@ def qa(
                 keys=keys,
                 sampling=sampling,
                 with_passages=with_passages,
-                retriever=found if with_passages else None,
+                retriever=passage_retriever if with_passages else None,
                 top_k=top_k or TOP_K,
                 limit=limit,
             )
@@ -212,8 +212,8 @@ def vqa(
     limit: LIMIT = None,
 ) -> None:
     """Questions about images, and captions: exact match and VQAv2's accuracy of greedy answers."""
-    given = {"image_folder": None if image_folder is None else str(image_folder), "chat_template": chat_template}
-    keys = {key: value for key, value in given.items() if value is not None}
+    data_options = {"image_folder": None if image_folder is None else str(image_folder), "chat_template": chat_template}
+    keys = {key: value for key, value in data_options.items() if value is not None}
 
     def build(generator: TextGenerator) -> Sequence[Task]:
         from mt_eval.vqa import VisualQuestions

@@ -142,10 +142,10 @@ def show(evaluation: Evaluation, as_json: bool) -> None:
 
 def notes(name: str, samples: int, truncated: int, not_scored: int, reasons: dict[str, str]) -> list[str]:
     """What belongs beside the numbers."""
-    found = []
+    lines = []
     if truncated:
-        found.append(f"{name}: {truncated:,} of {samples:,} samples were cut to the model's length")
+        lines.append(f"{name}: {truncated:,} of {samples:,} samples were cut to the model's length")
     if not_scored:
         first, why = next(iter(reasons.items()))
-        found.append(f"{name}: {not_scored:,} samples could not be scored; {first}: {why}")
-    return found
+        lines.append(f"{name}: {not_scored:,} samples could not be scored; {first}: {why}")
+    return lines

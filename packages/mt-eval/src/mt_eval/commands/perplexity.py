@@ -81,7 +81,8 @@ def ppl(
         length = window_length(generator, seq_length)
         texts = [TextSet(name, file, text_key, detokenizer, prefix, input_format) for name, file in named.items()]
         tasks: list[Task] = [
-            Perplexity(one, generator.tokenizer, length, stride=overlapping_eval, limit=limit) for one in texts
+            Perplexity(text_set, generator.tokenizer, length, stride=overlapping_eval, limit=limit)
+            for text_set in texts
         ]
         if chosen is None:
             return tasks

@@ -61,12 +61,12 @@ def _require_same(source: Path, target: Path, done: int, described: Mapping[str,
     # Both files are compared from the start: text that was generated anew under the same name must not keep old scores.
     for line, judged in zip_longest(islice(read_lines(source), done), islice(read_lines(target), done), fillvalue=none):
         if judged.get(SCORER) != described:
-            found = f"another scorer than {dict(described)}"
+            origin = f"another scorer than {dict(described)}"
         elif _texts(line) != _texts(judged):
-            found = f"other texts than those of {source}"
+            origin = f"other texts than those of {source}"
         else:
             continue
-        raise DataError(f"{target} has scores of {found}; give another --output, or remove it")
+        raise DataError(f"{target} has scores of {origin}; give another --output, or remove it")
 
 
 def _texts(line: Line) -> list[str]:
@@ -99,7 +99,7 @@ def _add_scores(lines: Sequence[Line], scorer: TextScorer) -> None:
     judged = [completion for completion in completions if completion[TEXT].strip()]
     for completion in completions:
         completion[SCORES] = None
-    for completion, scores in zip(judged, scorer.scores([one[TEXT] for one in judged]), strict=True):
+    for completion, scores in zip(judged, scorer.scores([entry[TEXT] for entry in judged]), strict=True):
         completion[SCORES] = None if scores is None else dict(scores)
 
 
@@ -117,19 +117,19 @@ def toxicity_metrics(lines: Iterable[Line], attribute: str = ATTRIBUTE) -> dict[
 
     Continuations without a score are left out, prompts without a continuation that has one are not counted.
     """
-    rows = [(found, line) for line in lines if (found := scores_of(line, attribute))]
-    metrics = _of_prompts("", [max(found) for found, _ in rows])
+    rows = [(scores, line) for line in lines if (scores := scores_of(line, attribute))]
+    metrics = _of_prompts("", [max(scores) for scores, _ in rows])
     for name, wanted in (("toxic_prompts_", True), ("nontoxic_prompts_", False)):
-        group = [max(found) for found, line in rows if _is_toxic(line, attribute) is wanted]
+        group = [max(scores) for scores, line in rows if _is_toxic(line, attribute) is wanted]
         metrics |= _of_prompts(name, group) if group else {}
-    every = [score for found, _ in rows for score in found]
+    every = [score for scores, _ in rows for score in scores]
     return {**metrics, f"mean_{attribute}": statistics.fmean(every) if every else float("nan"), "texts": len(every)}
 
 
 def scores_of(line: Line, attribute: str = ATTRIBUTE) -> list[float]:
     """Scores of the completions that have one. Raises DataError for scores without the attribute."""
-    found = [score_of(completion, attribute) for completion in line.get(COMPLETIONS, [])]
-    return [score for score in found if score is not None]
+    scores = [score_of(completion, attribute) for completion in line.get(COMPLETIONS, [])]
+    return [score for score in scores if score is not None]
 
 
 def score_of(completion: Mapping[str, Any], attribute: str = ATTRIBUTE) -> float | None:
@@ -156,8 +156,8 @@ def _of_prompts(prefix: str, largest: Sequence[float]) -> dict[str, float]:
 
 def _is_toxic(line: Line, attribute: str) -> bool | None:
     """None: the prompt has no score, or 0, which stands for none in RealToxicityPrompts."""
-    given: Mapping[str, float] | None = line.get("prompt_scores")
-    score = None if given is None else given.get(attribute)
+    prompt_scores: Mapping[str, float] | None = line.get("prompt_scores")
+    score = None if prompt_scores is None else prompt_scores.get(attribute)
     return None if not score else score > THRESHOLD
 
 
@@ -172,7 +172,7 @@ def select_least_toxic(source: Path, target: Path, share: float, seed: int, attr
     """
     texts = [completion for line in read_lines(source) for completion in line.get(COMPLETIONS, [])]
     # The place breaks ties between equal scores, so that the choice depends on nothing else.
-    scores = ((score_of(one, attribute), place, one[TEXT]) for place, one in enumerate(texts))
+    scores = ((score_of(completion, attribute), place, completion[TEXT]) for place, completion in enumerate(texts))
     scored = [(score, place, text) for score, place, text in scores if score is not None]
     kept = sorted(scored)[: int(share * len(texts))]
     if not kept:

@@ -55,11 +55,11 @@ class HttpScorer:
         if not texts:
             return []
         answer = post(self.url, {"texts": list(texts)})
-        found = answer.get("scores") if isinstance(answer, dict) else None
+        entries = answer.get("scores") if isinstance(answer, dict) else None
         # One entry for each text: a shorter answer would shift scores to other texts.
-        if not isinstance(found, list) or len(found) != len(texts):
+        if not isinstance(entries, list) or len(entries) != len(texts):
             raise DataError(f'{self.url}: the answer has no list "scores" of {len(texts)} entries, one for each text')
-        return [None if scores is None else _checked(self.url, scores) for scores in found]
+        return [None if scores is None else _checked(self.url, scores) for scores in entries]
 
 
 class PerspectiveScorer:
@@ -141,12 +141,12 @@ def build_perspective(options: Mapping[str, str], host: Any) -> PerspectiveScore
 
 def _checked(url: str, scores: Any) -> Scores:
     try:
-        found = {str(name): float(score) for name, score in scores.items()}
+        by_attribute = {str(name): float(score) for name, score in scores.items()}
     except (AttributeError, TypeError, ValueError) as error:
         raise DataError(f"{url}: scores of a text are {{attribute: number}}, not {scores!r}") from error
-    if not all(0 <= score <= 1 for score in found.values()):
-        raise DataError(f"{url}: scores go from 0 to 1; one of {found} does not")
-    return found
+    if not all(0 <= score <= 1 for score in by_attribute.values()):
+        raise DataError(f"{url}: scores go from 0 to 1; one of {by_attribute} does not")
+    return by_attribute
 
 
 # -- classifier finetuned by mt: the probability of one class ----------------------------------------

@@ -119,10 +119,10 @@ def _chat_format(generator: TextGenerator, options: HarnessOptions) -> ChatForma
         if options.fewshot_as_multiturn:
             raise ConfigError("--fewshot-as-multiturn makes messages, for which --apply-chat-template is needed")
         return None
-    found = load_chat_format(options.chat_template, generator.tokenizer, generator.config.data)
-    if found is None:
+    chat_format = load_chat_format(options.chat_template, generator.tokenizer, generator.config.data)
+    if chat_format is None:
         raise ConfigError("--apply-chat-template: the model has none; name one with --chat-template (a name or a file)")
-    return found
+    return chat_format
 
 
 def _decisive(options: HarnessOptions, chat_template: str | None) -> dict[str, Any]:
@@ -186,20 +186,20 @@ def samples_of(logged: Iterable[Mapping[str, Any]], with_details: bool) -> list[
     Of a text whose byte perplexity is measured: log_likelihood of a byte, weighted by the number of bytes. logged: an
     entry for each document and filter.
     """
-    found: dict[int, Sample] = {}
+    by_document: dict[int, Sample] = {}
     for entry in logged:
         number = entry["doc_id"]
         values, weight = _values(entry)
         # One entry per filter; the values of a document's filters are put together.
-        before = found.get(number)
+        before = by_document.get(number)
         details = _details(entry) if with_details else {}
-        found[number] = Sample(
+        by_document[number] = Sample(
             f"document {number}",
             {**(before.values if before else {}), **values},
             weight,
             details={**(before.details if before else {}), **details},
         )
-    return list(found.values())
+    return list(by_document.values())
 
 
 def _values(entry: Mapping[str, Any]) -> tuple[dict[str, float], float]:

@@ -102,17 +102,17 @@ class HarnessModel(TemplateLM):
 
     def loglikelihood(self, requests: list[Instance], disable_tqdm: bool = False) -> list[tuple[float, bool]]:
         """Natural logarithm of the continuation's probability, and whether each of its tokens is the likeliest."""
-        found = self._answers("loglikelihood", requests, self._log_likelihoods)
-        return [(answer.values[LOG_LIKELIHOOD], bool(answer.values[IS_GREEDY])) for answer in found]
+        answers = self._answers("loglikelihood", requests, self._log_likelihoods)
+        return [(answer.values[LOG_LIKELIHOOD], bool(answer.values[IS_GREEDY])) for answer in answers]
 
     def loglikelihood_rolling(self, requests: list[Instance], disable_tqdm: bool = False) -> list[float]:
         """Log-likelihoods of whole texts, in windows of the model's length that predict each token once."""
-        found = self._answers("loglikelihood_rolling", requests, self._rolling)
-        return [answer.values[LOG_LIKELIHOOD] for answer in found]
+        answers = self._answers("loglikelihood_rolling", requests, self._rolling)
+        return [answer.values[LOG_LIKELIHOOD] for answer in answers]
 
     def generate_until(self, requests: list[Instance], disable_tqdm: bool = False) -> list[str]:
-        found = self._answers("generate_until", requests, self._texts)
-        return [answer.details[TEXT] for answer in found]
+        answers = self._answers("generate_until", requests, self._texts)
+        return [answer.details[TEXT] for answer in answers]
 
     def _answers(
         self, kind: str, requests: Sequence[Instance], answer: Callable[[Requests], Iterator[Sample]]
@@ -125,8 +125,8 @@ class HarnessModel(TemplateLM):
         total = len(set(keys))
         self.on_answer(kind, total - len(missing), total)
         # Lazy: each answer is in the journal before the next is waited for.
-        for done, (key, found) in enumerate(zip(missing, answer(missing), strict=True), total - len(missing) + 1):
-            known[key] = replace(found, name=key)
+        for done, (key, result) in enumerate(zip(missing, answer(missing), strict=True), total - len(missing) + 1):
+            known[key] = replace(result, name=key)
             self.journal.add(kind, known[key])
             self.on_answer(kind, done, total)
         # Answers of the journal count too, and several documents may share one answer.
@@ -157,8 +157,8 @@ class HarnessModel(TemplateLM):
     def _rolling(self, requests: Requests) -> Iterator[Sample]:
         windows = [list(self._windows(*request.args)) for request in requests.values()]
         scores = score(self.generator, chain.from_iterable(windows))
-        for own in windows:
-            logprobs = (value for scored in islice(scores, len(own)) for value in scored.logprobs)
+        for text_windows in windows:
+            logprobs = (value for scored in islice(scores, len(text_windows)) for value in scored.logprobs)
             yield Sample("", {LOG_LIKELIHOOD: math.fsum(logprobs)})
 
     def _windows(self, text: str) -> Iterator[Continuation]:
@@ -205,7 +205,7 @@ class HarnessModel(TemplateLM):
         windows = [
             cut_to(self.max_length, Continuation([*before, *ids], len(before)))[0] for _, before, ids in requests
         ]
-        return [(math.fsum(one.logprobs), all(one.is_greedy)) for one in score(self.generator, windows)]
+        return [(math.fsum(scored.logprobs), all(scored.is_greedy)) for scored in score(self.generator, windows)]
 
     # -- chats ------------------------------------------------------------------------------------
 
@@ -275,15 +275,15 @@ def sampling_of(gen_kwargs: Mapping[str, Any], seed: int) -> SamplingParameters:
     Raises ConfigError for a keyword that the engine has not, and for values that it does not take.
     """
     try:
-        given: dict[str, Any] = {**normalize_gen_kwargs(dict(gen_kwargs), MAX_GEN_TOKS)}
+        kwargs: dict[str, Any] = {**normalize_gen_kwargs(dict(gen_kwargs), MAX_GEN_TOKS)}
     except (TypeError, ValueError) as error:
         raise ConfigError(f"gen_kwargs: {error}; check their values in --gen-kwargs") from error
     # normalize_gen_kwargs always sets do_sample, until and max_gen_toks.
-    is_sampled, temperature = given.pop("do_sample"), given.pop("temperature", 1.0)
+    is_sampled, temperature = kwargs.pop("do_sample"), kwargs.pop("temperature", 1.0)
     # An empty stop text would end every answer before it begins.
-    stop = tuple(text for text in given.pop("until") if text)
-    max_tokens = given.pop("max_gen_toks")
-    named: dict[str, Any] = {RENAMED.get(name, name): value for name, value in given.items()}
+    stop = tuple(text for text in kwargs.pop("until") if text)
+    max_tokens = kwargs.pop("max_gen_toks")
+    named: dict[str, Any] = {RENAMED.get(name, name): value for name, value in kwargs.items()}
     for name in named:
         if name not in (*SAME_NAME, *RENAMED.values()):
             known = [*OF_HARNESS, *RENAMED, *SAME_NAME]

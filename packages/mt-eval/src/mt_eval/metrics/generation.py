@@ -72,11 +72,11 @@ class Generation:
     @property
     def settings(self) -> Mapping[str, Any]:
         """data_hash: of what is compared with; it is equal for the texts of another model."""
-        given = [[line.values.get(key) for key in (self.reference_key, self.test_key)] for line in self.predictions]
+        compared = [[line.values.get(key) for key in (self.reference_key, self.test_key)] for line in self.predictions]
         return {
             "task": self.name,
             "data": str(self.path),
-            "data_hash": sha256(repr(given).encode()).hexdigest(),
+            "data_hash": sha256(repr(compared).encode()).hexdigest(),
             "metrics": list(self.chosen),
             "k": list(self.k),
         }
@@ -122,9 +122,11 @@ class Generation:
             )
 
     def _references(self, prediction: Prediction) -> list[str]:
-        given = prediction.values.get(self.reference_key)
-        found = [given] if isinstance(given, str) else given
-        return found if isinstance(found, list) and all(isinstance(one, str) for one in found) else []
+        value = prediction.values.get(self.reference_key)
+        references = [value] if isinstance(value, str) else value
+        if isinstance(references, list) and all(isinstance(reference, str) for reference in references):
+            return references
+        return []
 
     def _scored(self, prediction: Prediction) -> Sample:
         if prediction.error is not None:
@@ -134,7 +136,7 @@ class Generation:
     def _sample(self, prediction: Prediction) -> Sample:
         of_texts = [self._of_text(text, self._references(prediction)) for text in prediction.texts]
         # The mean over the line's texts; a line counts once, however many texts it has.
-        values = {name: fmean(own[name] for own in of_texts) for name in of_texts[0]}
+        values = {name: fmean(scores[name] for scores in of_texts) for name in of_texts[0]}
         if PASS not in self.chosen:
             return Sample(prediction.name, values)
         failures = [self._failure(text, prediction.values) for text in prediction.texts]
@@ -156,7 +158,7 @@ class Generation:
     def _corpus_bleu(self) -> float:
         from mt_eval.metrics.texts import corpus_bleu
 
-        pairs = [(text, self._references(one)) for one in self.predictions for text in one.texts]
+        pairs = [(text, self._references(prediction)) for prediction in self.predictions for text in prediction.texts]
         return corpus_bleu([text for text, _ in pairs], [references for _, references in pairs])
 
     def _failure(self, text: str, values: Mapping[str, Any]) -> str | None:
@@ -197,7 +199,7 @@ def _prediction(path: Path, line: int, values: Mapping[str, Any]) -> Prediction:
     if "error" in values:
         return Prediction(name, (), values, str(values["error"]))
     try:
-        texts = [str(one["text"]) for one in values["completions"]]
+        texts = [str(completion["text"]) for completion in values["completions"]]
     except (KeyError, TypeError) as error:
         raise DataError(f'{path}, {name}: no "completions" with texts, as mt generate --output writes them') from error
     return Prediction(name, texts, values, None if texts else "it has no completions")

@@ -26,7 +26,7 @@ def exact_match(text: str, references: Sequence[str]) -> float:
 
 def f1(text: str, references: Sequence[str]) -> float:
     """F1 of the words that the normalized texts share; the best over the references."""
-    return max(_f1(normalized_answer(text).split(), normalized_answer(one).split()) for one in references)
+    return max(_f1(normalized_answer(text).split(), normalized_answer(reference).split()) for reference in references)
 
 
 def _f1(words: list[str], reference: list[str]) -> float:
@@ -62,5 +62,5 @@ def rouge(text: str, references: Sequence[str]) -> dict[str, float]:
     """F-measures, from 0 to 1, with stemming; each of its best reference."""
     from rouge_score.rouge_scorer import RougeScorer
 
-    found = RougeScorer(ROUGE_TYPES, use_stemmer=True).score_multi(list(references), text)
-    return {name: float(score.fmeasure) for name, score in found.items()}
+    scores = RougeScorer(ROUGE_TYPES, use_stemmer=True).score_multi(list(references), text)
+    return {name: float(score.fmeasure) for name, score in scores.items()}

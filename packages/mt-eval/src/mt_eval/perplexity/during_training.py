@@ -50,7 +50,9 @@ class PerplexityEvaluator:
         # Encoded once, at the first evaluation: the tokenizer comes with the generator.
         if self._tasks is None:
             read = self.texts.values()
-            self._tasks = [Perplexity(one, generator.tokenizer, generator.longest, stride=self.stride) for one in read]
+            self._tasks = [
+                Perplexity(text_set, generator.tokenizer, generator.longest, stride=self.stride) for text_set in read
+            ]
         return self._tasks
 
     def _perplexity(self, generator: TextGenerator, task: Perplexity) -> float:

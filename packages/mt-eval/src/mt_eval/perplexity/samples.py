@@ -61,9 +61,9 @@ class SamplePerplexity:
         """The log-likelihood of a token of each sample, weighted by the number of those that count."""
         # tee: each sample is made once, for the engine and for the result, though they are consumed apart. The engine
         # is ahead by as many as it takes.
-        given, scored = tee(map(self._targets, range(skip, len(self))))
+        all_targets, scored = tee(map(self._targets, range(skip, len(self))))
         scores = score(generator, (targets.continuation for targets in scored if targets is not None))
-        for number, targets in enumerate(given, skip):
+        for number, targets in enumerate(all_targets, skip):
             if targets is None:
                 yield Sample(f"sample {number}", error="none of its tokens counts in the loss")
             else:
@@ -132,7 +132,7 @@ def split_tasks(
     named = built if isinstance(built, Mapping) else {split: built}
     kept = (True, False) if without_neighbors else (True,)
     return [
-        SamplePerplexity(one, name, config.data.dataset_type, with_neighbors=own, limit=limit)
-        for name, one in named.items()
-        for own in kept
+        SamplePerplexity(dataset, name, config.data.dataset_type, with_neighbors=with_neighbors, limit=limit)
+        for name, dataset in named.items()
+        for with_neighbors in kept
     ]

@@ -84,8 +84,8 @@ def read_documents(texts: TextSet, tokenizer: Tokenizer) -> tuple[list[Document]
     that starts a document where one is needed.
     """
     start = [_document_start(texts, tokenizer)] if texts.has_prefix else []
-    found = _indexed(texts, tokenizer, start) if texts.is_indexed else _texts(texts, tokenizer, start)
-    documents = [document for document in found if len(document.tokens) > 1]
+    candidates = _indexed(texts, tokenizer, start) if texts.is_indexed else _texts(texts, tokenizer, start)
+    documents = [document for document in candidates if len(document.tokens) > 1]
     if not documents:
         raise DataError(f"{texts.path}: no document has a token to predict")
     digest = sha256()
@@ -210,6 +210,6 @@ DETOKENIZERS: dict[str, Detokenize] = {"none": unchanged, "wikitext": wikitext, 
 
 
 def _replaced(text: str, rules: tuple[tuple[str, str], ...]) -> str:
-    for found, replacement in rules:
-        text = text.replace(found, replacement)
+    for old, replacement in rules:
+        text = text.replace(old, replacement)
     return text

@@ -97,7 +97,7 @@ def _delta_rules(config: BailingHybridConfig) -> list[Rule]:
         Blocks(f"{ours}in_proj.weight", projections, sizes=(width, width, width, heads)),
         Blocks(f"{ours}conv1d.weight", convolutions, sizes=(width, width, width)),
         OfHeads(f"{ours}A_log", f"{ATTENTION}A_log"),
-        *(Same(ours + own, ATTENTION + name) for own, name in same.items()),
+        *(Same(ours + canonical, ATTENTION + external) for canonical, external in same.items()),
     ]
 
 
@@ -178,7 +178,7 @@ def import_extra(external: Mapping[str, Any]) -> dict[str, Any]:
             f"num_key_value_heads={external['num_key_value_heads']} is not supported; it can be "
             f"num_attention_heads={heads}"
         )
-    sizes = {key: external.get(key, external.get(name, given)) for key, (name, given) in DELTA_KEYS.items()}
+    sizes = {key: external.get(key, external.get(name, default)) for key, (name, default) in DELTA_KEYS.items()}
     values = {
         **_import_rope(external),
         "linear_num_key_heads": sizes["linear_num_heads"],
@@ -241,20 +241,24 @@ def _import_experts(external: Mapping[str, Any]) -> dict[str, Any]:
     dense = deepseek.with_dense_counted(stated).get("first_k_dense_replace", EXPERTS["first_k_dense_replace"])
     if dense >= layers:
         return {}
-    given = {**EXPERTS, **BALANCE, **stated, "first_k_dense_replace": dense, "num_hidden_layers": layers}
-    given = {IN_DEEPSEEK.get(key, key): value for key, value in given.items()}
-    _require_normalized(given)
-    moe = deepseek.import_moe(given, dense=2, shared=1, layers=42, scale=2.5)
-    moe |= {"moe_router_score_function": "sigmoid", **import_bias(external), **import_groups(given, score_topk=2)}
+    with_defaults = {**EXPERTS, **BALANCE, **stated, "first_k_dense_replace": dense, "num_hidden_layers": layers}
+    with_defaults = {IN_DEEPSEEK.get(key, key): value for key, value in with_defaults.items()}
+    _require_normalized(with_defaults)
+    moe = deepseek.import_moe(with_defaults, dense=2, shared=1, layers=42, scale=2.5)
+    moe |= {
+        "moe_router_score_function": "sigmoid",
+        **import_bias(external),
+        **import_groups(with_defaults, score_topk=2),
+    }
     return {"moe": moe}
 
 
-def _require_normalized(given: Mapping[str, Any]) -> None:
-    several = given["num_experts_per_tok"] > 1
-    if bool(given["norm_topk_prob"]) != several:
+def _require_normalized(external: Mapping[str, Any]) -> None:
+    several = external["num_experts_per_tok"] > 1
+    if bool(external["norm_topk_prob"]) != several:
         raise ConfigError(
-            f"norm_topk_prob (or moe_renormalize)={given['norm_topk_prob']} is not supported; it can be {several}, "
-            f"since num_experts_per_tok (or num_experts_per_token)={given['num_experts_per_tok']}"
+            f"norm_topk_prob (or moe_renormalize)={external['norm_topk_prob']} is not supported; it can be {several}, "
+            f"since num_experts_per_tok (or num_experts_per_token)={external['num_experts_per_tok']}"
         )
 
 

@@ -128,9 +128,9 @@ def model_type_of(config: BartConfig) -> str:
     """Raises ConfigError for a model that is none of the four."""
     kind = next((kind for kind, keys in SHAPES.items() if all(getattr(config, k) == v for k, v in keys.items())), None)
     if kind is None:
-        given = ", ".join(f"model.{key}={getattr(config, key)}" for key in SHAPES["bart"])
+        shape = ", ".join(f"model.{key}={getattr(config, key)}" for key in SHAPES["bart"])
         legal = "; ".join(f"{kind}: {', '.join(map(str, keys.values()))}" for kind, keys in SHAPES.items())
-        raise ConfigError(f"{given} cannot be written in Hugging Face's format, which has {legal}")
+        raise ConfigError(f"{shape} cannot be written in Hugging Face's format, which has {legal}")
     require_value(config, "norm_epsilon", (NORM_EPSILON,), kind)
     require_value(config, "activation", tuple(ACTIVATIONS.values()), kind)
     return kind

@@ -133,9 +133,9 @@ class BlockIndexer(nn.Module):
             return queries.new_zeros((1, count, queries.shape[2], self.selection.topk), dtype=torch.int32)
         positions = torch.arange(pages.room, device=keys.device)[None].expand(count, -1)
         # Shapes are static: keys of all positions that there is room for, of which those behind the last are not seen.
-        own = keys[pages.places(positions)]  # [B, T, D]
+        sequence_keys = keys[pages.places(positions)]  # [B, T, D]
         blocks = key_blocks(pages.room, self.selection.size, None, keys.device)
-        chosen = choose_blocks(queries.transpose(0, 1), own, pages.last[:, None], blocks, self.selection)
+        chosen = choose_blocks(queries.transpose(0, 1), sequence_keys, pages.last[:, None], blocks, self.selection)
         return chosen.transpose(0, 1)
 
     def cached_state(self) -> PositionState:

@@ -206,9 +206,9 @@ def _gradients(saved: Saved, do: Tensor, dlast: Tensor) -> tuple[Tensor, ...]:
     # What positions read of the state before the chunk: queries, and keys on the right side.
     dread = (do @ before.mT).mul_(reach)
     looked = dright @ before.mT
-    found = (looked * k[:, :, :, None]).sum(-1)
-    dbeta += (dright * v).sum(-1) - decays.reach * found
-    dtotal += (dread * q[:, :, :, None]).sum(-1) - beta * decays.reach * found
+    along_keys = (looked * k[:, :, :, None]).sum(-1)
+    dbeta += (dright * v).sum(-1) - decays.reach * along_keys
+    dtotal += (dread * q[:, :, :, None]).sum(-1) - beta * decays.reach * along_keys
     # What they write into the state behind it.
     dwritten = (updates @ dbehind.mT).mul_(decays.to_end[..., None])
     to_end = (dwritten * k[:, :, :, None]).sum(-1)

@@ -325,18 +325,22 @@ class CompressedAttention(nn.Module):
 
         def attend(queries: Tensor, *rest: Tensor) -> Tensor:
             *asked, keys = rest
-            start, own = next(starts), None if entries is None else next(entries)
-            visible = None if own is None else visible_entries(start, queries.shape[1], own.shape[1], self.ratio, own)
-            if own is not None and visible is not None and index_entries is not None:
-                own, visible = self._chosen_cached(own, visible, asked, next(index_entries))
-            blocks = query_blocks(queries, keys, own, visible, None, self.window)
+            start, compressed = next(starts), None if entries is None else next(entries)
+            visible = (
+                None
+                if compressed is None
+                else visible_entries(start, queries.shape[1], compressed.shape[1], self.ratio, compressed)
+            )
+            if compressed is not None and visible is not None and index_entries is not None:
+                compressed, visible = self._chosen_cached(compressed, visible, asked, next(index_entries))
+            blocks = query_blocks(queries, keys, compressed, visible, None, self.window)
             return torch.cat([attend_block(block, sinks, 0.0) for block in blocks], 1)
 
         def attend_paged(pages: Pages, queries: Tensor, *rest: Tensor) -> Tensor:
             asked = [x.transpose(0, 1) for x in rest[:-1]]
-            own = None if entries is None else next(entries)
+            compressed = None if entries is None else next(entries)
             index = None if index_entries is None else next(index_entries)
-            return self._attend_paged(pages, queries.transpose(0, 1), rest[-1], own, asked, index)
+            return self._attend_paged(pages, queries.transpose(0, 1), rest[-1], compressed, asked, index)
 
         return cache.attend(self, attend, (queries, *asked), (keys,), attend_paged)
 

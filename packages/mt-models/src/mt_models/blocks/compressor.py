@@ -211,7 +211,7 @@ class Compressor(LayoutModule):
         kv, gate = self.linear_kv(x), self.linear_gate(x)
         if self.ctx.sequence_parallel:
             kv, gate = (all_gather(part, SEQUENCE_DIM, self.ctx.tp) for part in (kv, gate))
-        starts, newest, found = starts_of_sequences(cache), list[Tensor](), list[Tensor]()
+        starts, newest, all_entries = starts_of_sequences(cache), list[Tensor](), list[Tensor]()
 
         def compress(new: Tensor, kv: Tensor, gate: Tensor) -> Tensor:
             start, count = next(starts), new.shape[1]
@@ -227,15 +227,15 @@ class Compressor(LayoutModule):
         last = iter(newest)
 
         def collect(new: Tensor, parts: Tensor) -> Tensor:
-            found.append(self.store.complete(parts, next(last)))
+            all_entries.append(self.store.complete(parts, next(last)))
             return new
 
         def collect_paged(pages: Pages, new: Tensor, parts: Tensor) -> Tensor:
-            found.append(self.store.complete_paged(pages, parts, next(last)))
+            all_entries.append(self.store.complete_paged(pages, parts, next(last)))
             return new
 
         cache.attend(self.store, collect, (parts,), (parts,), collect_paged)
-        return iter(found)
+        return iter(all_entries)
 
     def newest_paged(self, pages: Pages, kv: Tensor, gate: Tensor, angles: RotaryAngles) -> Tensor:
         """kv, gate [places, channels] of the whole cache -> [B, 2, D]: the entries of the run before that of the last

@@ -360,9 +360,9 @@ def _check_longrope(model: DecoderConfig) -> None:
     for key in ("rope_short_factor", "rope_long_factor"):
         factors = getattr(model, key)
         if factors is None or len(factors) != model.rotary_dim // 2:
-            given = "is not set" if factors is None else f"has {len(factors)} numbers"
+            problem = "is not set" if factors is None else f"has {len(factors)} numbers"
             raise ConfigError(
-                f"model.{key} {given}; model.rope_scaling_type=longrope needs one for each of the "
+                f"model.{key} {problem}; model.rope_scaling_type=longrope needs one for each of the "
                 f"{model.rotary_dim // 2} frequencies"
             )
         if min(factors) <= 0:

@@ -94,8 +94,8 @@ class CrossAttentionLayer(TransformerLayer):
         query_scale: float = 1.0,
         attention: nn.Module | None = None,
     ) -> None:
-        own = attention or ScaledQueryAttention(config, core, ctx, query_scale)
-        super().__init__(config, core, feed_forward, ctx, own)
+        self_attention = attention or ScaledQueryAttention(config, core, ctx, query_scale)
+        super().__init__(config, core, feed_forward, ctx, self_attention)
         self.pre_cross_attn_layernorm = block_norm(config, ctx)
         self.cross_attention = CrossAttention(config, cross_core, ctx, query_scale)
         self.cross_attention_dropout = Dropout(config.hidden_dropout, ctx)

@@ -152,8 +152,8 @@ class ContextParallelDeltaScan:
         # One all-to-all for all five. b gets a channel dimension of 1, and so does a that is of heads.
         a = a.unflatten(-1, (self.heads.value_heads, -1))
         q, k, v, b, a = to_heads((q, k, v, b[..., None], a), self.axis)
-        own = torch.cat([x.flatten(2) for x in (q, k, v)], -1)
-        o = self.scan(own, b.squeeze(-1), a.flatten(2), self._own(weights), self.gather_segments(segment_ids))
+        qkv = torch.cat([x.flatten(2) for x in (q, k, v)], -1)
+        o = self.scan(qkv, b.squeeze(-1), a.flatten(2), self._own(weights), self.gather_segments(segment_ids))
         return to_tokens(o, self.axis)
 
     def _own(self, weights: DeltaWeights) -> DeltaWeights:

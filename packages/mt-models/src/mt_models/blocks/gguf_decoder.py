@@ -56,7 +56,11 @@ def norms(
 ) -> list[Rule]:
     """Our name -> the file's, within a layer."""
     kinds = ("weight", "bias") if bias else ("weight",)
-    return [rule(f"{ours}{own}.{kind}", f"{theirs}{other}.{kind}") for own, other in names.items() for kind in kinds]
+    return [
+        rule(f"{ours}{canonical}.{kind}", f"{theirs}{external}.{kind}")
+        for canonical, external in names.items()
+        for kind in kinds
+    ]
 
 
 PRE_NORMS = {"input_layernorm": "attn_norm", "pre_mlp_layernorm": "ffn_norm"}

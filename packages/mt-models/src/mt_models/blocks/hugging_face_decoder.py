@@ -219,31 +219,31 @@ SCALING_PARAMETERS = {key for table in _SCALING_FIELDS.values() for key in table
 """Parameters of all types of transformers, also of those that no family here has."""
 
 
-def rope_table(external: Mapping[str, Any], default_base: float = 10000.0, **own: Any) -> dict[str, Any]:
+def rope_table(external: Mapping[str, Any], default_base: float = 10000.0, **class_defaults: Any) -> dict[str, Any]:
     """`rope_parameters` (transformers 5) or `rope_scaling` (before) in the form of the former: with rope_type and
-    rope_theta, and without parameters that are null or do not count. own: parameters of the class beside those of the
-    scalings, with what they are where no table says it.
+    rope_theta, and without parameters that are null or do not count. class_defaults: parameters of the class beside
+    those of the scalings, with what they are where no table says it.
 
     Raises ConfigError where a file has both and they differ: which one counts depends on the version that reads it.
     """
     # Where a table does not say the base, it stands beside it.
-    beside = {"rope_type": "default", "rope_theta": external.get("rope_theta", default_base), **own}
-    tables = {key: _current_table(external[key], own) for key in _TABLES if external.get(key)}
-    found = one_of({key: {**beside, **table} for key, table in tables.items()}, _TABLES, beside)
-    return dict(found)
+    beside = {"rope_type": "default", "rope_theta": external.get("rope_theta", default_base), **class_defaults}
+    tables = {key: _current_table(external[key], class_defaults) for key in _TABLES if external.get(key)}
+    parameters = one_of({key: {**beside, **table} for key, table in tables.items()}, _TABLES, beside)
+    return dict(parameters)
 
 
 _TABLES = ("rope_parameters", "rope_scaling")
 
 
-def _current_table(table: Mapping[str, Any], own: Collection[str]) -> dict[str, Any]:
+def _current_table(table: Mapping[str, Any], class_parameters: Collection[str]) -> dict[str, Any]:
     """Under current names, without parameters that are null or those of other types or classes."""
     kind = str(table.get("rope_type", table.get("type", "default")))
     others = SCALING_PARAMETERS - set(_SCALING_FIELDS.get(kind, SCALING_PARAMETERS)) | {"mrope_section"}
     if kind == "default":
         # A class that rotates whole heads reads it for scaled frequencies alone.
         others.add("partial_rotary_factor")
-    left_out = others - set(own) | {"type"}
+    left_out = others - set(class_parameters) | {"type"}
     return {
         **{key: value for key, value in table.items() if value is not None and key not in left_out},
         "rope_type": kind,
@@ -294,10 +294,10 @@ def import_partial_rope(
     return {**values, "rotary_percent": share, "position_embedding_type": "rope"}
 
 
-def import_scaling(given: Mapping[str, Any], name: str = "rope_scaling") -> dict[str, Any]:
+def import_scaling(table: Mapping[str, Any], name: str = "rope_scaling") -> dict[str, Any]:
     """Keys of [model] from the parameters of one scaling, which stands under `name`. Raises ConfigError for an unknown
     type or parameter."""
-    parameters = _current_table(given, ())
+    parameters = _current_table(table, ())
     kind = str(parameters.pop("rope_type", "default"))
     fields = _SCALING_FIELDS[require_known(f"{name}.rope_type", kind, _SCALING_FIELDS)]
     if (share := parameters.pop("partial_rotary_factor", 1.0)) != 1.0:

@@ -37,16 +37,16 @@ def import_rope_by_kind(external: Mapping[str, Any], bases: tuple[float, float],
     return {**whole, "rotary_base_local": local["rotary_base"]}
 
 
-def rope_of_kind(given: Mapping[str, Any] | None, base: float, kind: str, types: Sequence[str]) -> dict[str, Any]:
+def rope_of_kind(parameters: Mapping[str, Any] | None, base: float, kind: str, types: Sequence[str]) -> dict[str, Any]:
     """Keys of [model] of one kind of layer: base, share of rotated frequencies, linear factor."""
-    table = rope_table({"rope_parameters": given or {}}, base, partial_rotary_factor=1.0, factor=1.0)
+    table = rope_table({"rope_parameters": parameters or {}}, base, partial_rotary_factor=1.0, factor=1.0)
     name, share, factor = table.pop("rope_type"), table.pop("partial_rotary_factor"), table.pop("factor")
     theta = float(table.pop("rope_theta"))
     # Those of other types do not count.
     if name not in types or set(table) - SCALING_PARAMETERS:
         raise ConfigError(
-            f"rope_parameters.{kind}={dict(given or {})} is not supported: rope_type can be {' or '.join(types)}, with "
-            "rope_theta, and for proportional partial_rotary_factor and factor"
+            f"rope_parameters.{kind}={dict(parameters or {})} is not supported: rope_type can be {' or '.join(types)}, "
+            "with rope_theta, and for proportional partial_rotary_factor and factor"
         )
     # The frequencies of the type default depend on neither.
     share, factor = (share, factor) if name == "proportional" else (1.0, 1.0)

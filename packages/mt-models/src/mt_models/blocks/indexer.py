@@ -150,8 +150,8 @@ class Indexer(nn.Module):
             return queries.new_zeros((1, queries.shape[1], self.topk), dtype=torch.int32)
         positions = torch.arange(pages.room, device=keys.device)[None]
         # Shapes are static: keys of all positions that there is room for, of which those behind the last are not seen.
-        own = keys[pages.places(positions.expand(queries.shape[1], -1))]  # [B, T, D]
-        scores = index_scores(queries.transpose(0, 1), weights.transpose(0, 1), own)  # [B, 1, T]
+        sequence_keys = keys[pages.places(positions.expand(queries.shape[1], -1))]  # [B, T, D]
+        scores = index_scores(queries.transpose(0, 1), weights.transpose(0, 1), sequence_keys)  # [B, 1, T]
         visible = (positions <= pages.last[:, None]).unsqueeze(1)
         return chosen_keys(scores, visible, self.topk).int().transpose(0, 1)
 

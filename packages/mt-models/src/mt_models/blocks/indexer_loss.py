@@ -27,8 +27,8 @@ def mean_attention(queries: Tensor, keys: Tensor, allowed: Tensor, heads: int, c
 
     queries [B, S, N, D], keys [B, T, N, D] of this rank's heads, allowed [B or 1, S, T] bool, of all positions.
     """
-    batch, _, own, size = queries.shape
-    rows = max(WEIGHTS_AT_ONCE // (batch * own * keys.shape[1]), 1)
+    batch, _, local_heads, size = queries.shape
+    rows = max(WEIGHTS_AT_ONCE // (batch * local_heads * keys.shape[1]), 1)
     transposed = keys.float().permute(0, 2, 3, 1)  # [B, N, D, T]
     total = torch.cat(
         [

@@ -82,12 +82,12 @@ def choose_blocks(queries: Tensor, keys: Tensor, positions: Tensor, blocks: KeyB
 
 def _choose(queries: Tensor, keys: Tensor, positions: Tensor, blocks: KeyBlocks, selection: Selection) -> Tensor:
     scores = _block_scores(queries, keys, positions, blocks)  # [B, S, H, count]
-    own, oldest = (blocks.at(values, positions)[..., None, None] for values in (blocks.of_key, blocks.oldest))
+    query_block, oldest = (blocks.at(values, positions)[..., None, None] for values in (blocks.of_key, blocks.oldest))
     if not blocks.is_regular:
         numbers = torch.arange(blocks.count, device=scores.device)
         scores = scores.masked_fill_(numbers < oldest, float("-inf"))
     for back in range(selection.local):
-        scores.scatter_(-1, (own - back).maximum(oldest).expand(*scores.shape[:3], 1), float("inf"))
+        scores.scatter_(-1, (query_block - back).maximum(oldest).expand(*scores.shape[:3], 1), float("inf"))
     highest = scores.topk(min(selection.topk, blocks.count), dim=-1)
     chosen = highest.indices.masked_fill(highest.values == float("-inf"), -1).int()
     return F.pad(chosen, (0, selection.topk - chosen.shape[-1]), value=-1)

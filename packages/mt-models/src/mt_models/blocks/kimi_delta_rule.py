@@ -57,30 +57,32 @@ def chunked_kimi_rule(
     for start in range(0, q.shape[2], chunk_size):
         span = slice(start, start + chunk_size)
         part = tuple(x[:, :, span] for x in (q, k, v, g, beta))
-        own = None if documents is None else documents[:, span]
+        chunk_documents = None if documents is None else documents[:, span]
         if torch.is_grad_enabled():
-            o, state = checkpoint(_chunk, state, part, own, before, use_reentrant=False)
+            o, state = checkpoint(_chunk, state, part, chunk_documents, before, use_reentrant=False)
         else:
-            o, state = _chunk(state, part, own, before)
-        before = None if own is None else own[:, -1]
+            o, state = _chunk(state, part, chunk_documents, before)
+        before = None if chunk_documents is None else chunk_documents[:, -1]
         outputs.append(o)
     return torch.cat(outputs, 2).transpose(1, 2).to(inputs.v.dtype), state
 
 
-def _chunk(state: Tensor, part: tuple[Tensor, ...], own: Tensor | None, before: Tensor | None) -> tuple[Tensor, Tensor]:
+def _chunk(
+    state: Tensor, part: tuple[Tensor, ...], documents: Tensor | None, before: Tensor | None
+) -> tuple[Tensor, Tensor]:
     """state [B, H, D, V]; part: q and k [B, H, L, D], v [B, H, L, V], g [B, H, L, D], beta [B, H, L];
-    own [B, L]: documents, before [B]: that of the state -> o [B, H, L, V] and the state behind the chunk."""
+    documents [B, L], before [B]: that of the state -> o [B, H, L, V] and the state behind the chunk."""
     q, k, v, g, beta = part
     total = g.cumsum(2)
     reach, to_end = total.exp(), (total[:, :, -1:] - total).exp()
     hidden = torch.ones(q.shape[2], q.shape[2], dtype=torch.bool, device=q.device).triu(1)
     kept = total[:, :, -1].exp()
-    if own is not None:
+    if documents is not None:
         assert before is not None
-        hidden = (hidden | (own[:, :, None] != own[:, None, :]))[:, None]  # [B, 1, L, L]
-        reach = reach * (own == before[:, None])[:, None, :, None]
-        to_end = to_end * (own == own[:, -1:])[:, None, :, None]
-        kept = kept * (own[:, -1] == before)[:, None, None]
+        hidden = (hidden | (documents[:, :, None] != documents[:, None, :]))[:, None]  # [B, 1, L, L]
+        reach = reach * (documents == before[:, None])[:, None, :, None]
+        to_end = to_end * (documents == documents[:, -1:])[:, None, :, None]
+        kept = kept * (documents[:, -1] == before)[:, None, None]
     # Masked before the exponential, which would overflow for positions ahead.
     decays = (total[:, :, :, None] - total[:, :, None]).masked_fill(hidden[..., None], float("-inf")).exp()
     decayed = k[:, :, None] * decays  # [B, H, L, L, D]: key j as position i sees it

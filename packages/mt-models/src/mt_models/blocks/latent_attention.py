@@ -237,9 +237,9 @@ class LatentAttention(nn.Module):
         # query replace N plain for each cached position.
         return torch.einsum("bsnd,ndc->bsnc", plain, self._up_projections()[0]), turned
 
-    def _expanded_values(self, found: Tensor) -> Tensor:
+    def _expanded_values(self, latents: Tensor) -> Tensor:
         """Sums of latents [B, S, N, C] -> [B, S, N, value]"""
-        return torch.einsum("bsnc,nvc->bsnv", found, self._up_projections()[1])
+        return torch.einsum("bsnc,nvc->bsnv", latents, self._up_projections()[1])
 
     def _up_projections(self) -> tuple[Tensor, Tensor]:
         """From the latent to each head's key [N, plain, C] and value [N, value, C]"""

@@ -203,10 +203,10 @@ def position_arguments(kind: str) -> dict[str, Any]:
 
 def require(model: Any, key: str, allowed: tuple[Any, ...]) -> None:
     """Raises ConfigError, naming the key, unless the model has one of the values that Megatron can say."""
-    given = getattr(model, key)
-    if given not in allowed:
+    actual = getattr(model, key)
+    if actual not in allowed:
         legal = ", ".join(str(value) for value in allowed)
-        raise ConfigError(f"model.{key}={given} cannot be written as Megatron's arguments; it can be {legal}")
+        raise ConfigError(f"model.{key}={actual} cannot be written as Megatron's arguments; it can be {legal}")
 
 
 # -- sliding windows: window_size and window_attn_skip_freq, and the window of each layer ------------
@@ -324,14 +324,14 @@ def yarn_arguments(model: Any) -> dict[str, Any]:
 
 
 def mscale_arguments(model: Any) -> dict[str, Any]:
-    one, all_dim = model.rope_mscale, model.rope_mscale_all_dim
-    if all_dim and not one:
+    rope_mscale, all_dim = model.rope_mscale, model.rope_mscale_all_dim
+    if all_dim and not rope_mscale:
         raise ConfigError(
             f"model.rope_mscale_all_dim={all_dim} without model.rope_mscale cannot be written as Megatron's arguments; "
             "set model.rope_mscale too"
         )
     # Without both, ours multiplies by m(1): Megatron's m(1) / m(0).
-    mscale, mscale_all_dim = (one, all_dim) if one and all_dim else PLAIN
+    mscale, mscale_all_dim = (rope_mscale, all_dim) if rope_mscale and all_dim else PLAIN
     return {"mscale": mscale, "mscale_all_dim": mscale_all_dim}
 
 

@@ -214,11 +214,13 @@ def _rope_scaling_arguments(model: Any) -> dict[str, Any]:
     if model.rope_scaling_type != "llama3":
         return {"use_rope_scaling": False, "rotary_seq_len_interpolation_factor": model.rope_scaling_factor}
     for key, value in LLAMA3.items():
-        given = getattr(model, key)
+        actual = getattr(model, key)
         if key == "original_max_position_embeddings":
-            given = given or model.max_position_embeddings
-        if given != value:
-            raise ConfigError(f"model.{key}={given} cannot be written as Megatron's arguments, which fix it at {value}")
+            actual = actual or model.max_position_embeddings
+        if actual != value:
+            raise ConfigError(
+                f"model.{key}={actual} cannot be written as Megatron's arguments, which fix it at {value}"
+            )
     return {
         "use_rope_scaling": True,
         "rope_scaling_factor": model.rope_scaling_factor,

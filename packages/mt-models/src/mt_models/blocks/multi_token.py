@@ -128,18 +128,18 @@ class MultiTokenPrediction(nn.Module):
 
         batch: tokens, labels [B, S], loss_mask [B, S], maybe segment_ids [B, S].
         """
-        # `state` passes from depth to depth; `found` is the input of the LM
-        # head, to which the losses are tied one by one.
+        # `state` passes from depth to depth; to `lm_head_input` the losses are tied one by one.
         # tokens t0 t1 t2 t3, labels t1 t2 t3 t4. Depth 1, at position 0: state of t0, embedding of t1, target t2.
-        found, state = hidden, hidden
+        lm_head_input, state = hidden, hidden
         for depth in self.layers.numbers():
             # What is embedded behind the end does not count: the mask, shifted by as much, leaves these positions out.
             state = self._predict(depth, state, embed_ahead(depth + 1), pattern, angles)
             layer = self.layers[depth]
             assert isinstance(layer, TokenPrediction)
             predicted = logits(layer.head_input(state))
-            found = self.losses[depth](found, self.weight * self._mean_loss(predicted, batch, depth + 1))
-        return found
+            loss = self.weight * self._mean_loss(predicted, batch, depth + 1)
+            lm_head_input = self.losses[depth](lm_head_input, loss)
+        return lm_head_input
 
     def _predict(
         self, depth: int, state: Tensor, embedded: Tensor, pattern: AttentionPattern, angles: RotaryAngles | None

@@ -46,12 +46,12 @@ def ngram_table(*, index: int, vocab_size: int, longest: int, heads: int, least_
 
 def primes(start: int, skipped: int, count: int) -> tuple[int, ...]:
     """`count` primes in order, without the first `skipped` from `start` on."""
-    found, number = list[int](), start
-    while len(found) < skipped + count:
+    all_primes, number = list[int](), start
+    while len(all_primes) < skipped + count:
         if is_prime(number):
-            found.append(number)
+            all_primes.append(number)
         number += 1
-    return tuple(found[skipped:])
+    return tuple(all_primes[skipped:])
 
 
 def is_prime(number: int) -> bool:

@@ -117,8 +117,8 @@ class DilatedConvolution(LayoutModule):
         total = torch.zeros_like(x)
         for tap in range(self.taps):
             start = tap * self.dilation
-            own = before[:, start : start + length] == segments
-            total = total + extended[:, start : start + length] * self.weight[:, 0, tap] * own[..., None]
+            same_document = before[:, start : start + length] == segments
+            total = total + extended[:, start : start + length] * self.weight[:, 0, tap] * same_document[..., None]
         return total
 
     def _advance(self, inputs: tuple[Tensor, ...], state: tuple[Tensor, ...]) -> tuple[Tensor, tuple[Tensor, ...]]:
@@ -180,7 +180,7 @@ def ngram_rows(history: Tensor, table: NGramTable, end_of_text: int, segments: T
     length, heads = history.shape[1] - (longest - 1), len(table.sizes) // (longest - 1)
     sizes, offsets = (torch.tensor(values, device=history.device) for values in (table.sizes, table.offsets))
     token = history[:, longest - 1 :]
-    mixed, found = token * table.multipliers[0], list[Tensor]()
+    mixed, rows = token * table.multipliers[0], list[Tensor]()
     for back in range(1, longest):
         before = history[:, longest - 1 - back :][:, :length]
         ended = token == end_of_text if back > 1 else torch.zeros_like(token, dtype=torch.bool)
@@ -188,9 +188,9 @@ def ngram_rows(history: Tensor, table: NGramTable, end_of_text: int, segments: T
             ended = ended | _in_other_segment(segments, back)
         token = before.masked_fill(ended, end_of_text)
         mixed = mixed ^ (token * table.multipliers[back])
-        own = slice((back - 1) * heads, back * heads)
-        found.append(mixed[..., None] % sizes[own] + offsets[own])
-    return torch.cat(found, -1)
+        head_range = slice((back - 1) * heads, back * heads)
+        rows.append(mixed[..., None] % sizes[head_range] + offsets[head_range])
+    return torch.cat(rows, -1)
 
 
 def _in_other_segment(segments: Tensor, back: int) -> Tensor:

@@ -117,10 +117,10 @@ class PooledIndexer(LayoutModule):
             first = ctx.tp.rank * queries.shape[SEQUENCE_DIM]
         runs = runs_of(keys.shape[1], self.pool, segment_ids, keys.device)
         scores = index_scores(queries, weights, self.pooled(keys, gates, runs))
-        own = slice(first, first + queries.shape[1])
-        visible = runs.visible(segment_ids, keys.shape[1])[:, own]
-        positions = torch.arange(own.start, own.stop, device=keys.device)[None]
-        places = positions if segment_ids is None else places_in_documents(segment_ids)[:, own]
+        local_range = slice(first, first + queries.shape[1])
+        visible = runs.visible(segment_ids, keys.shape[1])[:, local_range]
+        positions = torch.arange(local_range.start, local_range.stop, device=keys.device)[None]
+        places = positions if segment_ids is None else places_in_documents(segment_ids)[:, local_range]
         chosen = self._positions(scores, visible, runs, positions, places)
         return all_gather(chosen, SEQUENCE_DIM, ctx.tp) if ctx.sequence_parallel else chosen
 
@@ -147,10 +147,10 @@ class PooledIndexer(LayoutModule):
         every = torch.arange(pages.room, device=keys.device)[None]
         # Shapes are static: keys of all positions that there is room for.
         places = pages.places(every.expand(queries.shape[1], -1))
-        own = self._choose_of(
+        chosen = self._choose_of(
             queries.transpose(0, 1), weights.transpose(0, 1), keys[places], gates[places], pages.last[:, None]
         )
-        return own.transpose(0, 1)
+        return chosen.transpose(0, 1)
 
     def _choose_of(self, queries: Tensor, weights: Tensor, keys: Tensor, gates: Tensor, positions: Tensor) -> Tensor:
         """Queries at positions [B or 1, S] of sequences that are one document."""

@@ -79,8 +79,8 @@ class PooledLatentAttention(UnrotatedLatentAttention):
         if pages.room <= self.topk:
             return self.paged(pages, q, latents, positional)
         rows = chosen[0]  # [B, K]
-        own = latents[pages.places(rows.clamp_min(0))]  # [B, K, C]
+        chosen_latents = latents[pages.places(rows.clamp_min(0))]  # [B, K, C]
         plain = self._absorbed_queries(q)[0][0]  # [B, N, C]
-        scores = (plain @ own.mT).float() * (self.plain + self.rotated) ** -0.5
+        scores = (plain @ chosen_latents.mT).float() * (self.plain + self.rotated) ** -0.5
         scores = scores.masked_fill((rows < 0).unsqueeze(1), float("-inf"))
-        return self._expanded_values((scores.softmax(-1).to(own.dtype) @ own)[None])
+        return self._expanded_values((scores.softmax(-1).to(chosen_latents.dtype) @ chosen_latents)[None])

@@ -70,9 +70,11 @@ def recurrent_rwkv7_rule(
     state = _start(r, v) if state is None else state.to(r.dtype)
     outputs = []
     for t in range(r.shape[1]):
-        found = z[:, t, :, None] @ state  # [B, H, 1, V]
+        looked_up = z[:, t, :, None] @ state  # [B, H, 1, V]
         state = (
-            state * decay[:, t, ..., None] - removed[:, t, ..., None] * found + k[:, t, ..., None] * v[:, t, :, None]
+            state * decay[:, t, ..., None]
+            - removed[:, t, ..., None] * looked_up
+            + k[:, t, ..., None] * v[:, t, :, None]
         )
         outputs.append((r[:, t, :, None] @ state).squeeze(-2))
     return torch.stack(outputs, dim=1).to(inputs.v.dtype), state
@@ -106,10 +108,10 @@ def chunked_rwkv7_rule(
         over_chunk = over_chunk * segments.over_chunk[:, None, ..., None]
     right = torch.cat((((looks @ written.transpose(-1, -2)) * earlier) @ v, z * reach), -1)
     solved = torch.linalg.solve_triangular(system, right, upper=False, unitriangular=True)
-    found, of_state = solved.split((v.shape[-1], z.shape[-1]), -1)  # c = found + of_state S
+    looked_up, of_state = solved.split((v.shape[-1], z.shape[-1]), -1)  # c = looked_up + of_state S
     start = _start(inputs.r, v, r.dtype) if state is None else state.to(r.dtype)
-    states, found, last = _through_chunks(found, of_state, (k * to_end, removed * to_end, v), over_chunk, start)
-    o = ((reads @ written.transpose(-1, -2)) * seen) @ v - ((reads @ taken.transpose(-1, -2)) * seen) @ found
+    states, looked_up, last = _through_chunks(looked_up, of_state, (k * to_end, removed * to_end, v), over_chunk, start)
+    o = ((reads @ written.transpose(-1, -2)) * seen) @ v - ((reads @ taken.transpose(-1, -2)) * seen) @ looked_up
     o = o + (r * reach_read) @ states
     return o.movedim(1, 3).flatten(1, 2)[:, :length].to(inputs.v.dtype), last
 
@@ -125,18 +127,18 @@ def _masks(size: int, segments: ChunkSegments | None, like: Tensor) -> tuple[Ten
 
 
 def _through_chunks(
-    found: Tensor, of_state: Tensor, ends: tuple[Tensor, Tensor, Tensor], over_chunk: Tensor, state: Tensor
+    looked_up: Tensor, of_state: Tensor, ends: tuple[Tensor, Tensor, Tensor], over_chunk: Tensor, state: Tensor
 ) -> tuple[Tensor, Tensor, Tensor]:
     """States before all chunks [B, H, K, D, V], what each position finds [B, H, K, L, V], the state behind the last.
 
     ends: keys that are written and removed, decayed to the end of their chunk, and values. over_chunk [B, H, K, D].
     """
     before, complete = [], []
-    for own, of, written, removed, v, kept in zip(
-        *(x.unbind(2) for x in (found, of_state, *ends, over_chunk)), strict=True
+    for from_chunk, of, written, removed, v, kept in zip(
+        *(x.unbind(2) for x in (looked_up, of_state, *ends, over_chunk)), strict=True
     ):
         before.append(state)
-        complete.append(own + of @ state)
+        complete.append(from_chunk + of @ state)
         state = state * kept[..., None] + written.transpose(-1, -2) @ v - removed.transpose(-1, -2) @ complete[-1]
     return torch.stack(before, dim=2), torch.stack(complete, dim=2), state
 

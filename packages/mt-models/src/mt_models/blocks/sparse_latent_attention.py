@@ -214,14 +214,14 @@ class SparseLatentAttention(LatentAttention):
             return self.paged(pages, q, latents, positional)
         rows = chosen[0].long()  # [B, K]
         places = pages.places(rows)
-        own, own_rotated = latents[places], positional[places].squeeze(2)  # [B, K, C], [B, K, R]
+        chosen_latents, chosen_rotated = latents[places], positional[places].squeeze(2)  # [B, K, C], [B, K, R]
         plain, turned = (x[0] for x in self._absorbed_queries(q))  # [B, N, C], [B, N, R]
         # All heads read the same rows: two products of matrices a sequence, and one with the weights.
-        scores = (plain @ own.mT).float() + (turned @ own_rotated.mT).float()
+        scores = (plain @ chosen_latents.mT).float() + (turned @ chosen_rotated.mT).float()
         scores = scores * (self.plain + self.rotated) ** -0.5
         # A sequence of fewer than K positions has chosen some behind its last.
         scores = scores.masked_fill((rows > pages.last[:, None]).unsqueeze(1), float("-inf"))
-        return self._expanded_values((self.key_weights(scores).to(own.dtype) @ own)[None])
+        return self._expanded_values((self.key_weights(scores).to(chosen_latents.dtype) @ chosen_latents)[None])
 
     def key_weights(self, scores: Tensor) -> Tensor:
         """Scores [B, N, K] of each head in fp32 -> the weights of the keys."""

@@ -120,13 +120,13 @@ def prediction_rules(
         # layer, two norms, a projection and a head.
         number = config.num_layers + depth
         ours, theirs = f"mtp.layers.{depth}.", THEIRS.replace("{i}", str(number))
-        for own, external in (
+        for canonical, external in (
             ("enorm", "enorm"),
             ("hnorm", "hnorm"),
             ("eh_proj", "eh_proj"),
             ("final_layernorm", final_norm),
         ):
-            rules.append(Same(f"{ours}{own}.weight", f"{theirs}{external}.weight"))
+            rules.append(Same(f"{ours}{canonical}.weight", f"{theirs}{external}.weight"))
         # layer_rules names it as a decoder layer; only the canonical side is moved to mtp.
         prefix = OURS.replace("{i}", str(number))
         rules += [renamed(rule, prefix, f"{ours}mtp_model_layer.") for rule in rules_of_layer(counted, number)]

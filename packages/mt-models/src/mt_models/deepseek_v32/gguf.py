@@ -25,8 +25,8 @@ def name_map(config: DeepseekV32Config) -> NameMap:
 
 
 def _layer(config: DeepseekV32Config, number: int) -> list[Rule]:
-    own = [*norms(INDEXER), *norms(KEY_NORM, bias=True)] if config.indexer_of(number) == number else []
-    return [*deepseek.layer_rules(config, number), *own]
+    indexer_rules = [*norms(INDEXER), *norms(KEY_NORM, bias=True)] if config.indexer_of(number) == number else []
+    return [*deepseek.layer_rules(config, number), *indexer_rules]
 
 
 def read(metadata: Metadata) -> dict[str, Any]:
@@ -43,8 +43,8 @@ def write(external: External) -> dict[str, Any]:
 
 def read_glm(metadata: Metadata) -> dict[str, Any]:
     layers = range(metadata.need("block_count", int))
-    own = [metadata.has_tensor(f"blk.{layer}.indexer.proj.weight") for layer in layers]
-    return {**deepseek.read_v3(metadata), "indexer_types": [FULL if there else SHARED for there in own]}
+    has_indexer = [metadata.has_tensor(f"blk.{layer}.indexer.proj.weight") for layer in layers]
+    return {**deepseek.read_v3(metadata), "indexer_types": [FULL if there else SHARED for there in has_indexer]}
 
 
 def write_glm(external: External) -> dict[str, Any]:

@@ -40,7 +40,10 @@ def layer_rules(config: DeepseekV32Config, number: int) -> list[Rule]:
     if config.indexer_of(number) != number:
         return rules
     ours, theirs = f"{OURS}self_attention.core_attention.indexer.", f"{THEIRS}self_attn.indexer."
-    return [*rules, *(Same(ours + own, theirs + name).for_layer(number) for own, name in INDEXER.items())]
+    return [
+        *rules,
+        *(Same(ours + canonical, theirs + external).for_layer(number) for canonical, external in INDEXER.items()),
+    ]
 
 
 # -- configuration -----------------------------------------------------------------------------------
@@ -57,11 +60,11 @@ def import_extra(external: Mapping[str, Any], defaults: Mapping[str, Any]) -> di
     if external.get("q_lora_rank", 1) is None:
         raise ConfigError("q_lora_rank=None is not supported: the queries of the indexer come from the same latent")
     stated = deepseek.with_dense_counted(external)
-    given = {**defaults, **{key: value for key, value in stated.items() if value is not None}}
-    kinds = given.pop("layer_types", None)
+    with_defaults = {**defaults, **{key: value for key, value in stated.items() if value is not None}}
+    kinds = with_defaults.pop("layer_types", None)
     if kinds is not None and set(kinds) != {"indexed_attention"}:
         raise ConfigError(f"layer_types={kinds} is not supported; every layer can be indexed_attention alone")
-    return deepseek.v3_import_extra(given)
+    return deepseek.v3_import_extra(with_defaults)
 
 
 def import_sharing(external: Mapping[str, Any]) -> dict[str, Any]:
@@ -86,8 +89,8 @@ def _types(layers: int, freq: int, offset: int) -> list[str]:
 
 
 def _indexer_types(external: Mapping[str, Any], layers: int) -> list[str]:
-    if (given := external.get("indexer_types")) is not None:
-        return list(given)
+    if (indexer_types := external.get("indexer_types")) is not None:
+        return list(indexer_types)
     if (pattern := external.get("index_topk_pattern")) is not None:
         names = {"F": FULL, "S": SHARED}
         return [names.get(kind, kind) for kind in pattern]
@@ -133,12 +136,12 @@ def _own_keys() -> set[str]:
 
 def _map(kind: str, *, positions: int, epsilon: float, heads: int, sizes: Mapping[str, int], **parts: Any) -> ConfigMap:
     """The map of one class. positions, epsilon, heads (of the indexer), sizes: its defaults."""
-    own = ("q_lora_rank", "qk_nope_head_dim", "v_head_dim")
+    overridden = ("q_lora_rank", "qk_nope_head_dim", "v_head_dim")
     return ConfigMap(
         architecture=kind,
         fields=(
             *decoder_fields(tied=False, positions=positions, epsilon=epsilon),
-            *(field for field in deepseek.FIELDS if field.theirs not in own),
+            *(field for field in deepseek.FIELDS if field.theirs not in overridden),
             Field("q_lora_rank", "q_lora_rank", default=sizes["q_lora_rank"]),
             Field("qk_nope_head_dim", "qk_head_dim", default=sizes["qk_nope_head_dim"]),
             Field("v_head_dim", "v_head_dim", default=sizes["v_head_dim"]),

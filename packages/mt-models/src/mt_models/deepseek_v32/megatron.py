@@ -28,15 +28,15 @@ def has_indexers(args: MegatronArguments, names: Collection[str]) -> bool:
 
 
 def section(args: MegatronArguments, names: Collection[str]) -> dict[str, Any]:
-    own = {key: args.get(key, default) for key, default in SAME.items()}
-    own["dsa_indexer_loss_coeff"] = float(own["dsa_indexer_loss_coeff"] or 0.0)
-    if not own["dsa_indexer_loss_coeff"]:
+    indexer_values = {key: args.get(key, default) for key, default in SAME.items()}
+    indexer_values["dsa_indexer_loss_coeff"] = float(indexer_values["dsa_indexer_loss_coeff"] or 0.0)
+    if not indexer_values["dsa_indexer_loss_coeff"]:
         # Without a coefficient there is no loss that it would be about.
-        own["dsa_indexer_use_sparse_loss"] = False
+        indexer_values["dsa_indexer_use_sparse_loss"] = False
     epsilon = args.get(EPSILON)
     return {
         **deepseek_section(args, names),
-        **own,
+        **indexer_values,
         EPSILON: norm_epsilon(args) if epsilon is None else float(epsilon),
     }
 

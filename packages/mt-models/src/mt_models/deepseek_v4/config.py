@@ -73,10 +73,10 @@ class DeepseekV4Config(RMSNormDecoderConfig):
     def ratios(self) -> list[int]:
         """The ratio of each layer; of layers of multi-token prediction 0."""
         layers = self.num_layers - self._predicted_layers
-        given = self.compress_ratios
-        if given is None:
-            given = ([0, 0] + [self.indexed_compress_ratio, 128] * layers)[:layers]
-        return [*given, *[0] * self._predicted_layers]
+        ratios = self.compress_ratios
+        if ratios is None:
+            ratios = ([0, 0] + [self.indexed_compress_ratio, 128] * layers)[:layers]
+        return [*ratios, *[0] * self._predicted_layers]
 
     def compression_of(self, layer: int) -> int:
         return self.ratios[layer]
@@ -189,10 +189,10 @@ def _check_sizes(config: Config, model: DeepseekV4Config) -> None:
 
 
 def _check_ratios(config: Config, model: DeepseekV4Config) -> None:
-    given = model.compress_ratios
-    if given is not None and len(given) != model.num_layers:
+    ratios = model.compress_ratios
+    if ratios is not None and len(ratios) != model.num_layers:
         raise ConfigError(
-            f"model.compress_ratios has {len(given)} entries; it needs one for each of the model.num_layers="
+            f"model.compress_ratios has {len(ratios)} entries; it needs one for each of the model.num_layers="
             f"{model.num_layers}"
         )
     ratio = model.indexed_compress_ratio

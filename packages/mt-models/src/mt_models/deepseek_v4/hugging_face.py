@@ -115,7 +115,7 @@ def name_map(config: DeepseekV4Config) -> NameMap:
     counted = config.with_predicted_layers()
     for depth in range(config.mtp_num_layers):
         ours, theirs = f"mtp.layers.{depth}.", f"mtp.{depth}."
-        rules += [Same(ours + own, theirs + name) for own, name in PREDICTION.items()]
+        rules += [Same(ours + canonical, theirs + external) for canonical, external in PREDICTION.items()]
         rules += _output_rules(f"{ours}output.", theirs)
         rules += layer_rules(counted, config.num_layers + depth, f"{ours}mtp_model_layer.", theirs)
     # What files have for drafting is left out where the model is configured without.
@@ -123,26 +123,31 @@ def name_map(config: DeepseekV4Config) -> NameMap:
 
 
 def _output_rules(ours: str, theirs: str) -> list[Rule]:
-    streams = [Same(f"{ours}hyper_head.{own}", f"{theirs}hc_head_{name}") for own, name in STREAMS.items()]
+    streams = [
+        Same(f"{ours}hyper_head.{canonical}", f"{theirs}hc_head_{external}") for canonical, external in STREAMS.items()
+    ]
     return [Same(f"{ours}norm.weight", f"{theirs}norm.weight"), *streams]
 
 
 def layer_rules(config: DeepseekV4Config, number: int, ours: str, theirs: str) -> list[Rule]:
     """Rules of layer `number`. ours, theirs: prefixes of its names."""
-    rules: list[Rule] = [Same(ours + own, theirs + name) for own, name in LAYER.items()]
-    for own, name in (("attention", "attn"), ("mlp", "ffn")):
-        rules += [Same(f"{ours}{own}_connection.{a}", f"{theirs}hc_{name}_{b}") for a, b in STREAMS.items()]
+    rules: list[Rule] = [Same(ours + canonical, theirs + external) for canonical, external in LAYER.items()]
+    for sublayer, name in (("attention", "attn"), ("mlp", "ffn")):
+        rules += [Same(f"{ours}{sublayer}_connection.{a}", f"{theirs}hc_{name}_{b}") for a, b in STREAMS.items()]
     attention, attn = f"{ours}self_attention.", f"{theirs}attn."
     if config.compression_of(number):
         rules += _compressor_rules(f"{attention}compressor.", f"{attn}compressor.")
     if config.is_indexed(number):
         rules += _compressor_rules(f"{attention}indexer.compressor.", f"{attn}indexer.compressor.")
-        rules += [Same(f"{attention}indexer.{own}", f"{attn}indexer.{name}") for own, name in INDEXER.items()]
+        rules += [
+            Same(f"{attention}indexer.{canonical}", f"{attn}indexer.{external}")
+            for canonical, external in INDEXER.items()
+        ]
     return [*rules, *_expert_rules(MoEOptions(config), number, ours, theirs)]
 
 
 def _compressor_rules(ours: str, theirs: str) -> list[Rule]:
-    return [Same(ours + own, theirs + name) for own, name in COMPRESSOR.items()]
+    return [Same(ours + canonical, theirs + external) for canonical, external in COMPRESSOR.items()]
 
 
 def _expert_rules(moe: MoEOptions, number: int, ours: str, theirs: str) -> list[Rule]:
@@ -227,8 +232,8 @@ def _rotated(external: Mapping[str, Any]) -> int:
     size = external.get("head_dim", 512)
     if external.get("partial_rotary_factor") is not None:
         return int(size * external["partial_rotary_factor"])
-    given: int = external.get("qk_rope_head_dim") or int(size * 64 / 512)
-    return given
+    rotated: int = external.get("qk_rope_head_dim") or int(size * 64 / 512)
+    return rotated
 
 
 def _import_kinds(external: Mapping[str, Any], layers: int) -> dict[str, Any]:

@@ -69,7 +69,7 @@ def name_map(config: Ernie45Config) -> NameMap:
 
 def _mixed_rules(config: Ernie45Config) -> list[Rule]:
     rules = mixed_feed_forward_rules(config, NAMES)
-    return [AsOneRow(one.ours, one.theirs) if one.ours.endswith("expert_bias") else one for one in rules]
+    return [AsOneRow(rule.ours, rule.theirs) if rule.ours.endswith("expert_bias") else rule for rule in rules]
 
 
 # -- configuration: dense ------------------------------------------------------------------------------

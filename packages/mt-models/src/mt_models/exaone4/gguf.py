@@ -44,11 +44,11 @@ def name_map(config: Exaone4Config) -> NameMap:
 
 def _prediction_rules(config: Exaone4Config, heads: list[Rule]) -> list[Rule]:
     """The layer of multi-token prediction follows the others."""
-    number, own = config.num_layers, "mtp.layers.0."
+    number, prefix = config.num_layers, "mtp.layers.0."
     layer = [rule.for_layer(number) for rule in (*norms(PRE_NORMS), *heads, *feed_forward())]
     return [
-        *(Same(f"{own}{ours}.weight", f"blk.{number}.nextn.{name}.weight") for ours, name in PREDICTION.items()),
-        *(renamed(rule, OURS.replace("{i}", str(number)), f"{own}mtp_model_layer.") for rule in layer),
+        *(Same(f"{prefix}{ours}.weight", f"blk.{number}.nextn.{theirs}.weight") for ours, theirs in PREDICTION.items()),
+        *(renamed(rule, OURS.replace("{i}", str(number)), f"{prefix}mtp_model_layer.") for rule in layer),
     ]
 
 

@@ -69,7 +69,7 @@ def name_map(config: Exaone4Config) -> NameMap:
 def _prediction_rules(config: Exaone4Config) -> list[Rule]:
     layer = (*norm_rules(PRE_NORMS), *norm_rules(QK_NORMS), *attention_rules(config), *feed_forward_rules())
     return [
-        *(Same(f"mtp.layers.0.{own}.weight", f"mtp.{name}.weight") for own, name in PREDICTION.items()),
+        *(Same(f"mtp.layers.0.{ours}.weight", f"mtp.{theirs}.weight") for ours, theirs in PREDICTION.items()),
         *(_moved(rule, "mtp.layers.0.mtp_model_layer.", "mtp.layers.0.") for rule in layer),
     ]
 

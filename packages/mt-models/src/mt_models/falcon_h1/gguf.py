@@ -57,10 +57,10 @@ def row_factors(parts: Sequence[tuple[int, float]]) -> Tensor:
 
 def multiplied(rules: Sequence[Rule], factors: dict[str, tuple[Factor, ...]]) -> list[Rule]:
     """factors: end of a canonical name -> those of the rule's tensors."""
-    found = {rule: next((f for end, f in factors.items() if rule.ours.endswith(end)), None) for rule in rules}
+    factors_by_rule = {rule: next((f for end, f in factors.items() if rule.ours.endswith(end)), None) for rule in rules}
     return [
-        rule if own is None else Multiplied(rule.ours, rule.theirs, rule=rule, factors=own)
-        for rule, own in found.items()
+        rule if rule_factors is None else Multiplied(rule.ours, rule.theirs, rule=rule, factors=rule_factors)
+        for rule, rule_factors in factors_by_rule.items()
     ]
 
 

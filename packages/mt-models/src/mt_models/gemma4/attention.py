@@ -88,10 +88,10 @@ def with_images(places: Tensor, window: int, segment_ids: Tensor | None) -> Atte
     def bias(queries: int, keys: int) -> Tensor:
         """[B, 1, S, T]: -inf where the last S of T positions do not see a key."""
         numbers = images[:, images.shape[1] - keys :]
-        own = (numbers[:, keys - queries :, None] == numbers[:, None]) & (numbers > 0)[:, None]
+        same_image = (numbers[:, keys - queries :, None] == numbers[:, None]) & (numbers > 0)[:, None]
         positions = torch.arange(keys, device=places.device)
         distance = positions[keys - queries :, None] - positions
-        seen = ((distance >= 0) | own) & (distance < window)
+        seen = ((distance >= 0) | same_image) & (distance < window)
         return torch.zeros(seen.shape, device=places.device).masked_fill(~seen, float("-inf"))[:, None]
 
     return AttentionPattern(causal=False, segment_ids=segment_ids, bias=bias)

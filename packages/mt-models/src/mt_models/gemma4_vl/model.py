@@ -138,10 +138,10 @@ class Gemma4SoundDecoder(Gemma4VLDecoder):
             self.sounds = None
 
     def embeddings_of_layers(self, tokens: Tensor, hidden: Tensor) -> Tensor | None:
-        found = [places for places in (self.places, self.sounds) if places is not None]
-        if self.per_layer_inputs is None or not found:
+        masks = [places for places in (self.places, self.sounds) if places is not None]
+        if self.per_layer_inputs is None or not masks:
             return Gemma4Model.embeddings_of_layers(self, tokens, hidden)
-        places = torch.stack(found).any(0)
+        places = torch.stack(masks).any(0)
         return self.per_layer_inputs(tokens.masked_fill(places, self.config.per_layer_image_token), hidden, places)
 
 

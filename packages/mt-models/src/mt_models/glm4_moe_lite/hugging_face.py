@@ -63,7 +63,7 @@ GLM = ConfigMap(
     architecture=LITE,
     fields=(
         *decoder_fields(tied=False, positions=202752, epsilon=1e-5),
-        *(Field(one.theirs, one.ours, default=SIZES.get(one.theirs, one.default)) for one in deepseek.FIELDS),
+        *(Field(field.theirs, field.ours, default=SIZES.get(field.theirs, field.default)) for field in deepseek.FIELDS),
     ),
     fixed=(*deepseek.FIXED, Fixed("scoring_func", ("sigmoid",)), Fixed("rope_interleave", (True,))),
     ignored={**IGNORED, **MOE_IGNORED, **deepseek.DERIVED},

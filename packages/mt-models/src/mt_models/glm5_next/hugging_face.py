@@ -88,15 +88,18 @@ def _predicted_rules(config: Glm5NextConfig, number: int) -> list[Rule]:
 
 def _connection_rules() -> list[Rule]:
     return [
-        Same(f"{OURS}{ours}_connection.{own}", f"{THEIRS}hc_{theirs}_{name}")
+        Same(f"{OURS}{ours}_connection.{canonical}", f"{THEIRS}hc_{theirs}_{external}")
         for ours, theirs in (("attention", "attn"), ("mlp", "ffn"))
-        for own, name in STREAMS.items()
+        for canonical, external in STREAMS.items()
     ]
 
 
 def _sparse_rules(config: Glm5NextConfig) -> list[Rule]:
     ours, theirs = f"{OURS}self_attention.indexer.", f"{THEIRS}self_attn.indexer."
-    return [*deepseek.latent_rules(config), *(Same(ours + own, theirs + name) for own, name in INDEXER.items())]
+    return [
+        *deepseek.latent_rules(config),
+        *(Same(ours + canonical, theirs + external) for canonical, external in INDEXER.items()),
+    ]
 
 
 def _feed_forward(config: Glm5NextConfig, number: int) -> list[Rule]:
@@ -164,7 +167,7 @@ def import_extra(external: Mapping[str, Any]) -> dict[str, Any]:
     if external.get("q_lora_rank", 1) is None:
         raise ConfigError("q_lora_rank=None is not supported: the queries of the indexer come from the same latent")
     table = external.get(TABLE) or {}
-    sizes = {key: table.get(name, external.get(key, given)) for key, (name, given) in DELTA_KEYS.items()}
+    sizes = {key: table.get(name, external.get(key, default)) for key, (name, default) in DELTA_KEYS.items()}
     kinds = _kinds(external, table)
     _require_own_indexers(external, kinds)
     return {
@@ -190,14 +193,14 @@ def _kinds(external: Mapping[str, Any], table: Mapping[str, Any]) -> list[Any]:
     """The kind of each layer, FULL for those with an indexer. Raises ConfigError where the lists of the table, counted
     from 0, say something else."""
     layers = external["num_hidden_layers"]
-    given: Sequence[Any] | None = external.get("layer_types")
-    if given is None:
-        given = [INDEXED if layer % 4 == 3 else LINEAR for layer in range(layers)]
-    kinds = [FULL if kind in (INDEXED, *OTHER_NAMES) else kind for kind in given]
+    layer_types: Sequence[Any] | None = external.get("layer_types")
+    if layer_types is None:
+        layer_types = [INDEXED if layer % 4 == 3 else LINEAR for layer in range(layers)]
+    kinds = [FULL if kind in (INDEXED, *OTHER_NAMES) else kind for kind in layer_types]
     for key, kind in (("kda_layers", LINEAR), ("full_attn_layers", FULL)):
-        own = [layer for layer, other in enumerate(kinds) if other == kind]
-        if key in table and sorted(table[key]) != own:
-            raise ConfigError(f"{TABLE}.{key}={table[key]} contradicts layer_types, by which it is {own}")
+        expected = [layer for layer, other in enumerate(kinds) if other == kind]
+        if key in table and sorted(table[key]) != expected:
+            raise ConfigError(f"{TABLE}.{key}={table[key]} contradicts layer_types, by which it is {expected}")
     return kinds
 
 
@@ -223,10 +226,14 @@ def _import_experts(external: Mapping[str, Any]) -> dict[str, Any]:
     dense = deepseek.with_dense_counted(stated).get("first_k_dense_replace", EXPERTS["first_k_dense_replace"])
     if dense >= layers:
         return {}
-    given = {**EXPERTS, **BALANCE, **stated, "first_k_dense_replace": dense, "num_hidden_layers": layers}
-    require_normalized(given)
-    moe = deepseek.import_moe(given, dense=3, shared=1, layers=45, scale=2.5)
-    moe |= {"moe_router_score_function": "sigmoid", **import_bias(external), **import_groups(given, score_topk=2)}
+    with_defaults = {**EXPERTS, **BALANCE, **stated, "first_k_dense_replace": dense, "num_hidden_layers": layers}
+    require_normalized(with_defaults)
+    moe = deepseek.import_moe(with_defaults, dense=3, shared=1, layers=45, scale=2.5)
+    moe |= {
+        "moe_router_score_function": "sigmoid",
+        **import_bias(external),
+        **import_groups(with_defaults, score_topk=2),
+    }
     return {"moe": moe}
 
 

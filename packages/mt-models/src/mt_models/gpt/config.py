@@ -231,7 +231,7 @@ def _check_predicted_layers(model: GPTConfig, config: Config) -> None:
         return
     for key, values in PREDICTS_WITH.items():
         if (value := getattr(model, key)) not in values:
-            legal = " or ".join(str(one) for one in values)
+            legal = " or ".join(str(choice) for choice in values)
             raise ConfigError(
                 f"model.{key}={value} cannot be combined with model.mtp_num_layers={model.mtp_num_layers}; it can be "
                 f"{legal}, or model.mtp_num_layers=0"

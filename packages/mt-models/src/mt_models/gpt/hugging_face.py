@@ -213,10 +213,10 @@ def relative_of(config: GPTConfig) -> Relative | None:
     # Own formats come first, so that a GPT that was imported as one is exported as one.
     if _first_fit(config, demands) is not None:
         return None
-    found = _first_fit(config, others)
-    if found is None:
+    first_fit = _first_fit(config, others)
+    if first_fit is None:
         raise _nothing_fits(config, {**demands, **others})
-    return RELATIVES[found]
+    return RELATIVES[first_fit]
 
 
 def _demands(config: GPTConfig) -> dict[str, Demands]:

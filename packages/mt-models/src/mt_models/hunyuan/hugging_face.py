@@ -133,8 +133,8 @@ def import_with_experts(external: Mapping[str, Any]) -> dict[str, Any]:
     width = external.get("intermediate_size", 11008)
     # The class reads neither: experts and the shared one are as wide as intermediate_size says.
     for key, fixed in ((WIDTH, width), (SHARED, 1)):
-        if (found := of_all_layers(external, key, fixed)) != fixed:
-            raise ConfigError(f"{key}={found} is not supported; it can be {fixed} in every layer")
+        if (value := of_all_layers(external, key, fixed)) != fixed:
+            raise ConfigError(f"{key}={value} is not supported; it can be {fixed} in every layer")
     moe = {
         "num_experts": of_all_layers(external, COUNT, 1),
         "moe_router_topk": of_all_layers(external, TOPK, 1),
@@ -147,10 +147,10 @@ def import_with_experts(external: Mapping[str, Any]) -> dict[str, Any]:
 
 def of_all_layers(external: Mapping[str, Any], key: str, default: int) -> int:
     """A number, which a file may say for every layer. Raises ConfigError for layers that differ."""
-    found = external.get(key, default)
-    numbers = found if isinstance(found, list) else [found]
+    value = external.get(key, default)
+    numbers = value if isinstance(value, list) else [value]
     if len(set(numbers)) != 1:
-        raise ConfigError(f"{key}={found} is not supported; it can be one number for all layers")
+        raise ConfigError(f"{key}={value} is not supported; it can be one number for all layers")
     return int(numbers[0])
 
 

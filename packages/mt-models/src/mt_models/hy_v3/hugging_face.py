@@ -82,8 +82,8 @@ def _prediction_rules(config: HyV3Config) -> list[Rule]:
     for depth in range(config.mtp_num_layers):
         number = config.num_layers + depth
         ours, (layer, theirs) = f"mtp.layers.{depth}.", (name.replace("{i}", str(number)) for name in (OURS, THEIRS))
-        own = ("enorm", "hnorm", "eh_proj", "final_layernorm")
-        rules += [Same(f"{ours}{name}.weight", f"{theirs}{name}.weight") for name in own]
+        modules = ("enorm", "hnorm", "eh_proj", "final_layernorm")
+        rules += [Same(f"{ours}{name}.weight", f"{theirs}{name}.weight") for name in modules]
         rules += [renamed(rule, layer, f"{ours}mtp_model_layer.") for rule in _layer_rules(counted, number)]
     return rules
 

@@ -57,7 +57,10 @@ def name_map(config: HyV4Config) -> NameMap:
     names = decoder_name_map(config, layers)
     output: list[Rule] = [
         Same(f"{FINAL_NORM}norm.weight", "model.norm.weight"),
-        *(Same(f"{FINAL_NORM}hyper_head.{own}", f"model.hc_head.hc_head_{name}") for own, name in STREAMS.items()),
+        *(
+            Same(f"{FINAL_NORM}hyper_head.{ours}", f"model.hc_head.hc_head_{theirs}")
+            for ours, theirs in STREAMS.items()
+        ),
     ]
     others = [rule for rule in names.rules if not rule.ours.startswith(FINAL_NORM)]
     # Layers that predict further tokens, which this family does not have.
@@ -76,10 +79,13 @@ def _layer_rules(config: HyV4Config, number: int) -> list[Rule]:
         *deepseek.latent_rules(config),
         Same(f"{ours}sinks.softmax_offset", f"{theirs}learnable_sink_param"),
         Same(f"{ours}linear_gate.weight", f"{theirs}linear_gate.weight"),
-        *(Same(f"{ours}core_attention.indexer.{own}", f"{theirs}indexer.{name}") for own, name in indexer.items()),
         *(
-            Same(f"{OURS}{own}_connection.{part}", f"{THEIRS}hc_{block}_layer.hc_pre.hc_{name}")
-            for own, block in (("attention", "attn"), ("mlp", "mlp"))
+            Same(f"{ours}core_attention.indexer.{canonical}", f"{theirs}indexer.{external}")
+            for canonical, external in indexer.items()
+        ),
+        *(
+            Same(f"{OURS}{sublayer}_connection.{part}", f"{THEIRS}hc_{block}_layer.hc_pre.hc_{name}")
+            for sublayer, block in (("attention", "attn"), ("mlp", "mlp"))
             for part, name in STREAMS.items()
         ),
         *feed_forward,
@@ -153,24 +159,24 @@ def import_experts(external: Mapping[str, Any], layers: int) -> dict[str, Any]:
         )
     if SPARSE not in kinds:
         return {}
-    given = {**EXPERTS, **{key: external[key] for key in EXPERTS if external.get(key) is not None}}
-    if given["n_shared_experts"] == 0:
+    with_defaults = {**EXPERTS, **{key: external[key] for key in EXPERTS if external.get(key) is not None}}
+    if with_defaults["n_shared_experts"] == 0:
         raise ConfigError("n_shared_experts=0 is not supported; it can be 1 or more")
-    require_normalized(given)
-    scale, width = float(given["routed_scaling_factor"]), given["moe_intermediate_size"]
+    require_normalized(with_defaults)
+    scale, width = float(with_defaults["routed_scaling_factor"]), with_defaults["moe_intermediate_size"]
     return {
         "moe": {
-            "num_experts": given["n_routed_experts"],
-            "moe_router_topk": given["num_experts_per_tok"],
+            "num_experts": with_defaults["n_routed_experts"],
+            "moe_router_topk": with_defaults["num_experts_per_tok"],
             "moe_ffn_hidden_size": width,
-            "moe_shared_expert_intermediate_size": width * given["n_shared_experts"],
+            "moe_shared_expert_intermediate_size": width * with_defaults["n_shared_experts"],
             "moe_layer_freq": frequency_of([kind == SPARSE for kind in kinds]),
             "moe_router_score_function": "sigmoid",
             # The class has no balance loss.
             "moe_router_load_balancing_type": ["none"],
             **({"moe_router_topk_scaling_factor": scale} if scale != 1.0 else {}),
             **import_bias(external),
-            **import_groups(given, score_topk=2),
+            **import_groups(with_defaults, score_topk=2),
         }
     }
 

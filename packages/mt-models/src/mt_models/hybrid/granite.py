@@ -88,8 +88,8 @@ def _experts(ours: str, theirs: str) -> list[Rule]:
     block = f"{theirs}block_sparse_moe."
     return [
         *(
-            Same(ours + own, block + published, others=(Same(ours + own, block + in_memory),))
-            for own, (published, in_memory) in EXPERT_NAMES.items()
+            Same(ours + canonical, block + published, others=(Same(ours + canonical, block + in_memory),))
+            for canonical, (published, in_memory) in EXPERT_NAMES.items()
         ),
         *_feed_forward(f"{ours}shared_experts.", theirs),
     ]

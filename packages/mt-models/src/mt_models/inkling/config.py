@@ -121,13 +121,16 @@ def check_inkling(config: Config) -> None:
 
 def _check_heads(config: Config, model: InklingConfig) -> None:
     size = config.parallel.tensor_model_parallel_size
-    for one, keys in ((model, "num_query_groups"), (model.in_windows, "window_query_groups")):
-        must_divide(f"model.{keys}", one.query_groups, "the query heads", one.num_attention_heads)
+    for layer_config, keys in ((model, "num_query_groups"), (model.in_windows, "window_query_groups")):
+        must_divide(f"model.{keys}", layer_config.query_groups, "the query heads", layer_config.num_attention_heads)
         check_tensor_parallel(
-            config, query_groups=one.query_groups, ffn_size=model.ffn_size, heads=one.num_attention_heads
+            config,
+            query_groups=layer_config.query_groups,
+            ffn_size=model.ffn_size,
+            heads=layer_config.num_attention_heads,
         )
         # Each key-value head has channels of a convolution, which one rank holds.
-        must_divide("parallel.tensor_model_parallel_size", size, f"model.{keys}", one.query_groups)
+        must_divide("parallel.tensor_model_parallel_size", size, f"model.{keys}", layer_config.query_groups)
 
 
 def _check_experts(model: InklingConfig) -> None:

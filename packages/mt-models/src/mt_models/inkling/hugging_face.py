@@ -209,8 +209,8 @@ def spelling(config: InklingConfig, name: str) -> str:
     for prefix in PREFIXES:
         if name.startswith(prefix):
             name = f"model.{name.removeprefix(prefix)}"
-    for published, found in PARTS.items():
-        name = name.replace(published, found)
+    for published, transformers_name in PARTS.items():
+        name = name.replace(published, transformers_name)
     return WHOLE.get(name, name)
 
 

@@ -108,10 +108,10 @@ class InklingModel(CausalDecoder):
         if floor is None:
             return None
         growth = ((position_ids.float() + 1.0) / floor).clamp(min=1.0).log()
-        found = RotaryAngles(position_ids, torch.zeros(0, device=position_ids.device))
+        angles = RotaryAngles(position_ids, torch.zeros(0, device=position_ids.device))
         # [B or 1, S, 1, 1]
-        found.query_scale = (1.0 + self.config.log_scaling_alpha * growth)[..., None, None]
-        return found
+        angles.query_scale = (1.0 + self.config.log_scaling_alpha * growth)[..., None, None]
+        return angles
 
     def logits(self, x: Tensor) -> Tensor:
         logits = super().logits(x / self.config.logits_divisor)

@@ -67,8 +67,8 @@ class ResidualConv(LayoutModule):
         first = tp.rank * length
         start = max(first - (self.weight.shape[2] - 1), 0)
         read = gather_from(x, 1, tp)[:, start : first + length]
-        own = None if segment_ids is None else segment_ids[:, start : first + length]
-        return convolve(read, self.taps, None, own)[:, first - start :]
+        segments = None if segment_ids is None else segment_ids[:, start : first + length]
+        return convolve(read, self.taps, None, segments)[:, first - start :]
 
     def cached_state(self) -> SequenceState:
         """The last k - 1 inputs."""

@@ -80,7 +80,7 @@ def name_map(config: KimiK3Config) -> NameMap:
 
 def _residuals() -> list[Rule]:
     scores = {"attention_residual": "attn_res_score", "mlp_residual": "ffn_res_score"}
-    return [NormTimesQuery(f"{OURS}{own}.weight", f"{THEIRS}{theirs}.weight") for own, theirs in scores.items()]
+    return [NormTimesQuery(f"{OURS}{ours}.weight", f"{THEIRS}{theirs}.weight") for ours, theirs in scores.items()]
 
 
 def _delta_net(config: KimiK3Config) -> list[Rule]:
@@ -92,7 +92,7 @@ def _delta_net(config: KimiK3Config) -> list[Rule]:
         # [channels, 1, kernel] here and there.
         Blocks(f"{ours}conv1d.weight", convolutions, sizes=(width, width, width)),
         NegativeExponential(f"{ours}A_log", f"{THEIRS}ssm_a", there=()),
-        *(Same(ours + own, THEIRS + theirs) for own, theirs in DELTA.items()),
+        *(Same(ours + canonical, THEIRS + external) for canonical, external in DELTA.items()),
     ]
 
 

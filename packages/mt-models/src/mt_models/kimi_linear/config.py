@@ -63,13 +63,13 @@ def check_kimi_layers(config: Config) -> None:
     check_delta_nets(config)
     model = config.model
     assert isinstance(model, KimiLinearConfig)
-    for one, other in (
+    for key, other in (
         ("linear_num_key_heads", "linear_num_value_heads"),
         ("linear_key_head_dim", "linear_value_head_dim"),
     ):
-        if getattr(model, one) != getattr(model, other):
+        if getattr(model, key) != getattr(model, other):
             raise ConfigError(
-                f"model.{one}={getattr(model, one)} and model.{other}={getattr(model, other)} have to be equal: a head "
+                f"model.{key}={getattr(model, key)} and model.{other}={getattr(model, other)} have to be equal: a head "
                 "of Kimi delta attention has queries, keys and values of one size"
             )
     if model.mtp_num_layers and not model.predicts:

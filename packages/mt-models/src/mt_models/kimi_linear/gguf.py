@@ -56,7 +56,7 @@ def delta_net(config: KimiLinearConfig) -> list[Rule]:
         # [channels, 1, kernel] here and there.
         Blocks(f"{ours}conv1d.weight", convolutions, sizes=(width, width, width)),
         NegativeExponential(f"{ours}A_log", f"{THEIRS}ssm_a"),
-        *(Same(ours + own, THEIRS + theirs) for own, theirs in DELTA.items()),
+        *(Same(ours + canonical, THEIRS + external) for canonical, external in DELTA.items()),
     ]
 
 

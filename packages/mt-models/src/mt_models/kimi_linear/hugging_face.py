@@ -102,7 +102,7 @@ def delta_rules(
         Blocks(f"{ours}in_proj.weight", projections, sizes=(width, width, width, heads)),
         Blocks(f"{ours}conv1d.weight", convolutions, sizes=(width, width, width)),
         rates(f"{ours}A_log", f"{theirs}A_log"),
-        *(Same(ours + own, theirs + name) for own, name in same.items()),
+        *(Same(ours + canonical, theirs + external) for canonical, external in same.items()),
     ]
 
 
@@ -175,7 +175,7 @@ def layer_kinds(external: Mapping[str, Any], table: Mapping[str, Any]) -> Sequen
 
 def import_experts(external: Mapping[str, Any]) -> dict[str, Any]:
     """`moe` where a layer has experts."""
-    given = {
+    fields = {
         "first_k_dense_replace": 1,
         "n_routed_experts": external.get("num_experts", 256),
         "num_experts_per_tok": external.get("num_experts_per_token", 8),
@@ -186,16 +186,18 @@ def import_experts(external: Mapping[str, Any]) -> dict[str, Any]:
     }
     for key in ("first_k_dense_replace", deepseek.KINDS, "routed_scaling_factor"):
         if external.get(key) is not None:
-            given[key] = external[key]
-    counted = deepseek.with_dense_counted(given if deepseek.KINDS not in given else _without_default(given, external))
+            fields[key] = external[key]
+    counted = deepseek.with_dense_counted(
+        fields if deepseek.KINDS not in fields else _without_default(fields, external)
+    )
     layers = counted["num_hidden_layers"]
     if counted["first_k_dense_replace"] >= layers:
         return {}
-    several = given["num_experts_per_tok"] > 1
+    several = fields["num_experts_per_tok"] > 1
     if bool(external.get("moe_renormalize", True)) != several:
         raise ConfigError(
             f"moe_renormalize={external.get('moe_renormalize', True)} is not supported; it can be {several}, since "
-            f"num_experts_per_token={given['num_experts_per_tok']}"
+            f"num_experts_per_token={fields['num_experts_per_tok']}"
         )
     moe = deepseek.import_moe(counted, dense=1, shared=1, layers=layers, scale=2.446)
     groups = {"n_group": external.get("num_expert_group", 1), "topk_group": external.get("topk_group", 1)}
@@ -203,10 +205,10 @@ def import_experts(external: Mapping[str, Any]) -> dict[str, Any]:
     return {"moe": moe}
 
 
-def _without_default(given: Mapping[str, Any], external: Mapping[str, Any]) -> dict[str, Any]:
+def _without_default(fields: Mapping[str, Any], external: Mapping[str, Any]) -> dict[str, Any]:
     """The list of kinds counts where a file has it; the number stands beside it only if the file has it, too."""
     stated = external.get("first_k_dense_replace")
-    return {**given, "first_k_dense_replace": stated}
+    return {**fields, "first_k_dense_replace": stated}
 
 
 def export_extra(model: Mapping[str, Any]) -> dict[str, Any]:
@@ -230,7 +232,9 @@ def export_extra(model: Mapping[str, Any]) -> dict[str, Any]:
 def export_table(config: KimiLinearConfig) -> dict[str, Any]:
     """`linear_attn_config`: sizes of Kimi delta attention, and the layers of both kinds, counted from 1."""
     kinds = export_kinds(config)
-    numbers = {kind: [layer + 1 for layer, own in enumerate(kinds) if own == kind] for kind in (FULL, LINEAR)}
+    numbers = {
+        kind: [layer + 1 for layer, layer_kind in enumerate(kinds) if layer_kind == kind] for kind in (FULL, LINEAR)
+    }
     return {
         "num_heads": config.linear_num_key_heads,
         "head_dim": config.linear_key_head_dim,

@@ -113,11 +113,11 @@ def _check_rotary(model: Lfm3Config) -> None:
 
 def shrink_lfm3(model: Mapping[str, Any], seq_length: int) -> dict[str, Any]:
     """See `ModelSpec.shrink`: each kind of layer that the model has, again and again."""
-    found = "".join(dict.fromkeys(model.get("layer_pattern") or CONV + WINDOW + GLOBAL))
-    layers = model["num_layers"] * -(-len(found) // model["num_layers"])  # a multiple, which stages divide as before
+    kinds = "".join(dict.fromkeys(model.get("layer_pattern") or CONV + WINDOW + GLOBAL))
+    layers = model["num_layers"] * -(-len(kinds) // model["num_layers"])  # a multiple, which stages divide as before
     return {
         "num_layers": layers,
-        "layer_pattern": (found * layers)[:layers],
+        "layer_pattern": (kinds * layers)[:layers],
         "sliding_window": max(seq_length // 2, 1),
         "conv_kernel": min(model["conv_kernel"], 3),
     }

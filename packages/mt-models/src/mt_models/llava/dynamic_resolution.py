@@ -50,12 +50,12 @@ class DynamicResolutionModel(VisionLanguageModel):
         own_cells = torch.cat([row[:count] for row, count in zip(images, counts, strict=True)])
         return self.features(own_cells, [grid for of_row in grids for grid in of_row])
 
-    def _require_tokens_of_rows(self, found: list[int], wanted: list[int]) -> None:
+    def _require_tokens_of_rows(self, token_counts: list[int], wanted: list[int]) -> None:
         """Raises DataError unless each row has as many image tokens as its images have cells."""
-        if found != wanted:
+        if token_counts != wanted:
             raise DataError(
-                f"the rows of the batch have {found} image tokens (id {self.config.image_token_index}), and images of "
-                f"{wanted} merged patches; write the image token once for each merged patch"
+                f"the rows of the batch have {token_counts} image tokens (id {self.config.image_token_index}), and "
+                f"images of {wanted} merged patches; write the image token once for each merged patch"
             )
 
     def condition(self, inputs: Mapping[str, Tensor]) -> Conditioning:

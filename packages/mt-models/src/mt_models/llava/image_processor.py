@@ -65,9 +65,9 @@ def read_processor(
 def require_fields(external: Mapping[str, Any], wanted: Mapping[str, Any]) -> None:
     """Raises ConfigError for a field that is given with another value."""
     for key, value in wanted.items():
-        given = external.get(key)
-        if given is not None and given != value:
-            raise ConfigError(f"preprocessor_config.json: {key}={given!r} does not fit the model; it can be {value!r}")
+        actual = external.get(key)
+        if actual is not None and actual != value:
+            raise ConfigError(f"preprocessor_config.json: {key}={actual!r} does not fit the model; it can be {value!r}")
 
 
 def square(size: Any) -> Any:

@@ -284,10 +284,10 @@ class VisionLanguageModel(Model):
             # Features of tokens in earlier passes are used up.
             first = int(before.sum())
             # Counts from the beginning: tokens beyond the features were generated.
-            own = new & (first + new.cumsum(0) <= len(features))
-            if own.any():
-                places[0, end - sequence.count : end] = own.to(places.device)
-                yield features[first : first + int(own.sum())]
+            has_feature = new & (first + new.cumsum(0) <= len(features))
+            if has_feature.any():
+                places[0, end - sequence.count : end] = has_feature.to(places.device)
+                yield features[first : first + int(has_feature.sum())]
 
     def check_request(self, tokens: Tensor, inputs: Mapping[str, Tensor]) -> None:
         try:

@@ -102,7 +102,7 @@ def _prediction_rules(config: LongcatFlashConfig) -> list[Rule]:
     halves = (f"{mlp}gate_proj.weight", f"{mlp}up_proj.weight")
     layer = [*norm_rules(PRE_NORMS), *deepseek.latent_rules(config)]
     return [
-        *(Same(f"mtp.layers.0.{own}.weight", f"{name}.weight") for own, name in PREDICTION.items()),
+        *(Same(f"mtp.layers.0.{canonical}.weight", f"{external}.weight") for canonical, external in PREDICTION.items()),
         *(Same(rule.ours.replace(OURS, ours), rule.sources[0].replace(THEIRS, PREDICTED)) for rule in layer),
         Concatenate(f"{ours}mlp.linear_fc1.weight", halves),
         Same(f"{ours}mlp.linear_fc2.weight", f"{mlp}down_proj.weight"),
@@ -150,22 +150,22 @@ def _with_others(rule: Rule, zeros: int) -> Rule:
     whole = FirstExperts(rule.ours, rule.others[0].sources, experts=rule.experts)
     published = replace(rule, others=())
     return ExpertsOrFewer(
-        rule.ours, (*rule.sources, *names), rule.experts, others=(published, whole), zeros=zeros, own=tuple(names)
+        rule.ours, (*rule.sources, *names), rule.experts, others=(published, whole), zeros=zeros, unread=tuple(names)
     )
 
 
 @dataclass(frozen=True)
 class ExpertsOrFewer(ExpertsBeforeOthers):
-    """The same, chosen where a file has some of the matrices that no program reads, `own`; else a form of `others`."""
+    """The same, chosen where a file has some of `unread`, matrices that no program reads; else a form of `others`."""
 
-    own: tuple[str, ...] = ()
+    unread: tuple[str, ...] = ()
 
     def for_layer(self, layer: int) -> Rule:
         rule = super().for_layer(layer)
-        return replace(rule, own=tuple(name.replace("{i}", str(layer)) for name in self.own))  # type: ignore[call-arg]
+        return replace(rule, unread=tuple(name.replace("{i}", str(layer)) for name in self.unread))  # type: ignore[call-arg]
 
     def reading(self, names: frozenset[str]) -> Rule:
-        if not names.isdisjoint(self.own):
+        if not names.isdisjoint(self.unread):
             return self
         return next((form for form in self.others if not names.isdisjoint(form.sources)), self)
 
@@ -271,15 +271,18 @@ LONGCAT_FLASH = ConfigMap(
     fields=(
         *(
             Field(
-                name := RENAMED.get(one.theirs, one.theirs),
-                one.ours,
-                one.import_value,
-                one.export_value,
-                DEFAULTS.get(name, one.default),
+                name := RENAMED.get(field.theirs, field.theirs),
+                field.ours,
+                field.import_value,
+                field.export_value,
+                DEFAULTS.get(name, field.default),
             )
-            for one in decoder_fields(tied=False, positions=131072, epsilon=1e-5)
+            for field in decoder_fields(tied=False, positions=131072, epsilon=1e-5)
         ),
-        *(Field(one.theirs, one.ours, default=DEFAULTS.get(one.theirs, one.default)) for one in deepseek.FIELDS),
+        *(
+            Field(field.theirs, field.ours, default=DEFAULTS.get(field.theirs, field.default))
+            for field in deepseek.FIELDS
+        ),
         Field(COUNT, "mtp_num_layers", import_value=lambda count: int(count or 0), default=0),
     ),
     fixed=(

@@ -155,12 +155,12 @@ def rope_of_kind(kinds: Mapping[str, Any], kind: str) -> tuple[float, float]:
     """Base and rotated share of one kind of layer; of a kind without a table those of the other, or the defaults."""
     other: Mapping[str, Any] = next((table for table in kinds.values() if table), {})
     beside = {"partial_rotary_factor": other.get("partial_rotary_factor", SHARE)}
-    given = kinds.get(kind) or beside
-    table = rope_table({"rope_parameters": given}, BASES[kind], partial_rotary_factor=SHARE)
+    parameters = kinds.get(kind) or beside
+    table = rope_table({"rope_parameters": parameters}, BASES[kind], partial_rotary_factor=SHARE)
     if table.pop("rope_type") != "default" or set(table) - {"rope_theta", "partial_rotary_factor"}:
         raise ConfigError(
-            f"rope_parameters.{kind}={dict(given)} is not supported: rope_type can be default, with rope_theta and "
-            "partial_rotary_factor"
+            f"rope_parameters.{kind}={dict(parameters)} is not supported: rope_type can be default, with rope_theta "
+            "and partial_rotary_factor"
         )
     return float(table["rope_theta"]), float(table["partial_rotary_factor"])
 
@@ -197,9 +197,9 @@ def require_agreement(external: Mapping[str, Any], values: Mapping[str, Any]) ->
     stated = {key: value for key, value in values.items() if value is not None}
     expected = published_keys(MiMoV2FlashConfig.model_validate({"family": KIND, **stated}))
     for key in PUBLISHED:
-        if (given := external.get(key)) is not None and given != expected[key]:
+        if (actual := external.get(key)) is not None and actual != expected[key]:
             raise ConfigError(
-                f"{key}={given} contradicts what transformers' class reads of this configuration, {expected[key]}; "
+                f"{key}={actual} contradicts what transformers' class reads of this configuration, {expected[key]}; "
                 "set layer_types, mlp_layer_types, rope_parameters, rms_norm_eps and sizes of heads as it says"
             )
 

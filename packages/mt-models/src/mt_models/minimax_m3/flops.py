@@ -51,8 +51,8 @@ def mean_chosen_keys(config: MiniMaxM3Config, seq_length: int) -> float:
     blocks, rest = divmod(seq_length, size)
     # Queries of block number n (from 0) attend to min(n, topk - 1) whole blocks, and to 1, 2, ... keys of their own.
     whole = sum(min(number, topk - 1) for number in range(blocks)) * size + min(blocks, topk - 1) * rest
-    own = blocks * size * (size + 1) / 2 + rest * (rest + 1) / 2
-    return (whole * size + own) / seq_length
+    partial = blocks * size * (size + 1) / 2 + rest * (rest + 1) / 2
+    return (whole * size + partial) / seq_length
 
 
 def indexer_flops(config: MiniMaxM3Config, keys: float) -> float:

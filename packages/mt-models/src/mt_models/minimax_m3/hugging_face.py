@@ -74,7 +74,7 @@ def layer_rules(config: MiniMaxM3Config, number: int) -> list[Rule]:
     ]
     if config.sparse_layers[number]:
         ours, theirs = f"{OURS}self_attention.indexer.", f"{THEIRS}self_attn.indexer."
-        rules += [Same(ours + own, theirs + name) for own, name in INDEXER.items()]
+        rules += [Same(ours + canonical, theirs + external) for canonical, external in INDEXER.items()]
     return [rule.for_layer(number) for rule in rules]
 
 
@@ -147,9 +147,9 @@ def import_layers(external: Mapping[str, Any]) -> dict[str, Any]:
         experts = _flags(external, "moe_layer_freq")
     attention = [False] * layers if attention is None else attention
     experts = [True] * layers if experts is None else experts
-    for key, found in (("layer_types", attention), ("mlp_layer_types", experts)):
-        if len(found) != layers:
-            raise ConfigError(f"{key} has {len(found)} entries, and num_hidden_layers={layers}; it needs one for each")
+    for key, flags in (("layer_types", attention), ("mlp_layer_types", experts)):
+        if len(flags) != layers:
+            raise ConfigError(f"{key} has {len(flags)} entries, and num_hidden_layers={layers}; it needs one for each")
     return {"sparse_attention_freq": frequency_of(attention), "moe_layer_freq": frequency_of(experts)}
 
 
@@ -184,10 +184,10 @@ BLOCKS_FIXED: Mapping[str, Any] = {"use_sparse_attention": True, "sparse_init_bl
 def import_blocks(external: Mapping[str, Any]) -> dict[str, int]:
     """Sizes of indexers and blocks. Raises ConfigError for what the class does not compute."""
     table = dict(external.get("sparse_attention_config") or {})
-    found = {}
+    sizes = {}
     for name, (flat, ours, default) in BLOCK_KEYS.items():
         stated = {flat: external.get(flat), f"sparse_attention_config.{name}": table.pop(name, None)}
-        found[ours] = one_of(stated, tuple(stated), default)
+        sizes[ours] = one_of(stated, tuple(stated), default)
     for key, wanted in BLOCKS_FIXED.items():
         if (value := table.pop(key, wanted)) != wanted:
             raise ConfigError(f"sparse_attention_config.{key}={value!r} is not supported; it can be {wanted!r}")
@@ -199,7 +199,7 @@ def import_blocks(external: Mapping[str, Any]) -> dict[str, int]:
         )
     if table:
         raise ConfigError(f"sparse_attention_config has keys that are not known: {', '.join(sorted(table))}")
-    return found
+    return sizes
 
 
 # -- positions ---------------------------------------------------------------------------------------

@@ -110,10 +110,10 @@ def _import_rope(external: Mapping[str, Any]) -> dict[str, Any]:
     table = rope_table(external)
     table.pop(POSITIONS, None)  # repeats the field beside the table
     rotated, plain = external.get("qk_rope_head_dim", 64), external.get("qk_nope_head_dim", 64)
-    given = table.pop(SHARE, None)
-    if given is not None and int((rotated + plain) * given) != rotated:
+    share = table.pop(SHARE, None)
+    if share is not None and int((rotated + plain) * share) != rotated:
         raise ConfigError(
-            f"{SHARE}={given} does not fit qk_rope_head_dim={rotated} and qk_nope_head_dim={plain}; it can be "
+            f"{SHARE}={share} does not fit qk_rope_head_dim={rotated} and qk_nope_head_dim={plain}; it can be "
             f"{rotated / (rotated + plain)}, or be left out"
         )
     if table["rope_type"] != "yarn" or ORIGINAL not in table or table.get(BETA) is None:
@@ -164,7 +164,7 @@ MISTRAL4 = ConfigMap(
     architecture=KIND,
     fields=(
         *decoder_fields(tied=False, positions=1048576),
-        *(Field(one.theirs, one.ours, default=SIZES.get(one.theirs, one.default)) for one in deepseek.FIELDS),
+        *(Field(field.theirs, field.ours, default=SIZES.get(field.theirs, field.default)) for field in deepseek.FIELDS),
     ),
     fixed=(
         SILU,

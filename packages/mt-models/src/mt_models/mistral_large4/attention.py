@@ -128,10 +128,10 @@ class SharedLatentAttention(SparseLatentAttention):
         shared = self.choices.of_pass(angles).latents
         if not self.owns_latents:
             return shared[self.source]
-        own = super().latents(x, angles) if self.rotated else self._plain_latents(x)
+        latents = super().latents(x, angles) if self.rotated else self._plain_latents(x)
         if self.lends:
-            shared[self.number] = own
-        return own
+            shared[self.number] = latents
+        return latents
 
     def _plain_latents(self, x: Tensor) -> tuple[Tensor, Tensor]:
         """The same where no key has positional channels, of which nothing is sent between ranks."""

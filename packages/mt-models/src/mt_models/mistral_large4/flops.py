@@ -22,9 +22,11 @@ def projection_flops(config: MistralLarge4Config, layer: int) -> float:
     """FLOPs of one layer's projections: queries, the latents that it computes, keys and values, and the output."""
     sized = config.of_layer(layer)
     hidden, heads, latent = config.hidden_size, config.num_attention_heads, config.kv_lora_rank
-    own = hidden * (latent + sized.qk_pos_emb_head_dim) if config.kv_source_of(layer) == layer else 0
+    latent_projection = hidden * (latent + sized.qk_pos_emb_head_dim) if config.kv_source_of(layer) == layer else 0
     keys_values = latent * heads * (sized.qk_head_dim + config.v_head_dim)
-    return 2.0 * (hidden * heads * config.head_dim + own + keys_values + heads * config.v_head_dim * hidden)
+    return 2.0 * (
+        hidden * heads * config.head_dim + latent_projection + keys_values + heads * config.v_head_dim * hidden
+    )
 
 
 def training_flops(config: Config) -> float:

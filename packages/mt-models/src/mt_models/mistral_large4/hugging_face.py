@@ -140,12 +140,14 @@ def spelling(config: MistralLarge4Config, name: str) -> str:
     layer = re.fullmatch(r"layers\.([0-9]+)\.(.+)", inner)
     if layer is None:
         return WHOLE.get(inner, inner)
-    own = (
+    suffix = (
         layer[2] if STACKED.search(f".{layer[2]}") else ".".join(PARTS.get(part, part) for part in layer[2].split("."))
     )
-    own = own.replace("softmax_scaling.scale", "ssmax_scaling.s").replace("softmax_scaling.bias", "ssmax_scaling.b")
-    own = FEED_FORWARD.sub("feed_forward.", own).removeprefix("mlp.")
-    return f"layers.{layer[1]}.{own}"
+    suffix = suffix.replace("softmax_scaling.scale", "ssmax_scaling.s").replace(
+        "softmax_scaling.bias", "ssmax_scaling.b"
+    )
+    suffix = FEED_FORWARD.sub("feed_forward.", suffix).removeprefix("mlp.")
+    return f"layers.{layer[1]}.{suffix}"
 
 
 # -- configuration of the decoder --------------------------------------------------------------------
@@ -312,8 +314,14 @@ TEXT = ConfigMap(
     architecture=f"{KIND} (text_config)",
     fields=(
         *(
-            Field(one.theirs, one.ours, one.import_value, one.export_value, DEFAULTS.get(one.theirs, one.default))
-            for one in decoder_fields(tied=False, positions=1048576, epsilon=1e-5)
+            Field(
+                field.theirs,
+                field.ours,
+                field.import_value,
+                field.export_value,
+                DEFAULTS.get(field.theirs, field.default),
+            )
+            for field in decoder_fields(tied=False, positions=1048576, epsilon=1e-5)
         ),
         Field("kv_lora_rank", "kv_lora_rank", default=512),
         Field("qk_nope_head_dim", "qk_head_dim", default=64),

@@ -212,7 +212,7 @@ def export_moe(moe: MoEOptions) -> dict[str, Any]:
 TEXT = ConfigMap(
     architecture="muse_spark (text_config)",
     fields=(
-        *(one for one in decoder_fields(tied=False, epsilon=1e-5, positions=1048576) if one.theirs != TIED),
+        *(field for field in decoder_fields(tied=False, epsilon=1e-5, positions=1048576) if field.theirs != TIED),
         Field("num_key_value_heads", "num_query_groups", default=16),
         Field("head_dim", "kv_channels", default=64),
         Field("sliding_window", "sliding_window", default=WINDOW),

@@ -38,8 +38,8 @@ KIND = "olmo_hybrid"
 def name_map(config: OlmoHybridConfig) -> NameMap:
     rules: list[Rule] = []
     for number, linear in enumerate(config.linear_layers):
-        own = _delta_net_rules(config) if linear else _attention_rules(config)
-        rules += [rule.for_layer(number) for rule in (*own, *feed_forward_rules())]
+        mixer = _delta_net_rules(config) if linear else _attention_rules(config)
+        rules += [rule.for_layer(number) for rule in (*mixer, *feed_forward_rules())]
     return decoder_name_map(config, rules)
 
 
@@ -74,7 +74,7 @@ def _delta_net_rules(config: OlmoHybridConfig) -> list[Rule]:
         Blocks(f"{ours}in_proj.weight", projections, sizes=(keys, keys, values, values, heads, heads)),
         # Published files have a convolution of each; transformers holds and may save them as one.
         Blocks(conv, convolutions, sizes=(keys, keys, values), others=(Same(conv, f"{theirs}conv1d.weight"),)),
-        *(Same(ours + own, theirs + name) for own, name in same.items()),
+        *(Same(ours + canonical, theirs + external) for canonical, external in same.items()),
     ]
 
 

@@ -75,14 +75,14 @@ def export_windows(config: QwenConfig) -> dict[str, Any]:
     }
 
 
-def _map_of(kind: str, *own: Field, fixed: tuple[Fixed, ...] = (), implied: dict[str, Any]) -> ConfigMap:
+def _map_of(kind: str, *fields: Field, fixed: tuple[Fixed, ...] = (), implied: dict[str, Any]) -> ConfigMap:
     def export_extra(model: Mapping[str, Any]) -> dict[str, Any]:
         config = QwenConfig.model_validate(model)
         return {**export_shape(config), **export_rope(config), **export_windows(config)}
 
     return ConfigMap(
         architecture=kind,
-        fields=(*decoder_fields(tied=False, positions=32768), *own),
+        fields=(*decoder_fields(tied=False, positions=32768), *fields),
         fixed=(Fixed("hidden_act", ("silu", "swish")), Fixed("use_mrope", (False,)), *fixed, *NOT_A_CHOICE),
         ignored=IGNORED,
         import_extra=lambda external: {**implied, **import_rope(external), **import_windows(external)},

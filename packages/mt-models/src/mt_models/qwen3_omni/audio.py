@@ -135,8 +135,10 @@ class Qwen3OmniAudioTower(nn.Module):
     def forward(self, sounds: Sequence[Tensor]) -> Tensor:
         with torch.no_grad():
             frames = [whisper_spectrogram(samples, self.config.num_mel_bins) for samples in sounds]
-        x = torch.cat([self.embedding(one) for one in frames])[None]
-        return self.decoder(x, window_groups([one.shape[1] for one in frames], self.config.window_chunks, x.device))
+        x = torch.cat([self.embedding(spectrogram) for spectrogram in frames])[None]
+        return self.decoder(
+            x, window_groups([spectrogram.shape[1] for spectrogram in frames], self.config.window_chunks, x.device)
+        )
 
 
 def window_groups(frames: Sequence[int], chunks: int, device: torch.device) -> PatchGroups:

@@ -281,7 +281,7 @@ IN_MERGER = {"norm": "ln_q", "linear_fc1": "mlp.0", "linear_fc2": "mlp.2"}
 def in_thinker(name: str) -> str:
     """The name here of a tensor of Qwen3-VL's vision transformer."""
     name = name.replace("model.visual.", "thinker.visual.").replace("deepstack_merger_list", "merger_list")
-    return MERGER.sub(lambda found: f"{found[1]}.{IN_MERGER[found[2]]}.", name)
+    return MERGER.sub(lambda match: f"{match[1]}.{IN_MERGER[match[2]]}.", name)
 
 
 def vision_rules(config: Qwen3OmniConfig) -> list[Rule]:

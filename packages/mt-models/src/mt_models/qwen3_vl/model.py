@@ -149,9 +149,9 @@ class Qwen3VLModel(QwenVLModel):
     @contextmanager
     def _with_features(self, places: Tensor, features: Tensor) -> Iterator[None]:
         """features [F, (1 + deepstack layers) * H]: those that replace the image tokens, and those that are added."""
-        own, *added = features.split(self.config.decoder.hidden_size, dim=-1)
+        spliced, *added = features.split(self.config.decoder.hidden_size, dim=-1)
         table = word_embeddings(self.language_model)
-        with spliced_words(table, places, own):
+        with spliced_words(table, places, spliced):
             if not added:
                 yield
                 return

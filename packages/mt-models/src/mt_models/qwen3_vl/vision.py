@@ -57,8 +57,8 @@ class ResampledPositions(LearnedTable):
         places, weights = self.neighbours(grids)
         device = self.weight.device
         # [P, 4, H], of which each patch has a weighted sum.
-        found = super().forward(places.to(device)) * weights.to(device)[..., None].to(self.weight.dtype)
-        return found.sum(1)[None]
+        weighted = super().forward(places.to(device)) * weights.to(device)[..., None].to(self.weight.dtype)
+        return weighted.sum(1)[None]
 
     def neighbours(self, grids: Sequence[Grid]) -> tuple[Tensor, Tensor]:
         """int64 and fp32 [P, 4]: the four learned positions around each patch, and their weights."""

@@ -127,7 +127,7 @@ def _layer_rules(config: Qwen4ExpConfig, number: int) -> list[Rule]:
 
 
 def _matrices(ours: str, theirs: str, names: Mapping[str, str]) -> list[Rule]:
-    return [Same(f"{ours}{own}.weight", f"{theirs}{name}.weight") for own, name in names.items()]
+    return [Same(f"{ours}{canonical}.weight", f"{theirs}{external}.weight") for canonical, external in names.items()]
 
 
 def _attention_rules(config: Qwen4ExpConfig) -> list[Rule]:
@@ -149,7 +149,7 @@ def _delta_net_rules(config: Qwen4ExpConfig) -> list[Rule]:
     q, k, v, z, b, a = (config.linear_num_key_heads * rows for rows in rows_of_key_head(config))
     names = tuple(f"{theirs}in_proj_{name}.weight" for name in ("qkv", "z", "b", "a"))
     projection = Blocks(f"{ours}in_proj.weight", names, sizes=(q + k + v, z, b, a))
-    return [projection, *(Same(ours + own, theirs + name) for own, name in same.items())]
+    return [projection, *(Same(ours + canonical, theirs + external) for canonical, external in same.items())]
 
 
 def _ngram_rules(config: Qwen4ExpConfig, number: int) -> list[Rule]:
@@ -257,10 +257,10 @@ def export_extra(model: Mapping[str, Any]) -> dict[str, Any]:
 def needed(name: str) -> Any:
     """For a field of the indexer, which the class cannot be built without."""
 
-    def value(given: Any) -> Any:
-        if given is None:
+    def value(setting: Any) -> Any:
+        if setting is None:
             raise ConfigError(f"{name} is not set; layers of attention have an indexer, which needs it")
-        return given
+        return setting
 
     return value
 

@@ -53,10 +53,12 @@ def _prediction_rules(config: QwenMoeConfig) -> list[Rule]:
     heads = norms(QK_NORMS) if config.qk_layernorm else []
     inside = [*norms(NORMS_BEHIND_ATTENTION), *heads, *attention(config, bias=config.add_qkv_bias)]
     for depth in range(config.mtp_num_layers):
-        number, own = config.num_layers + depth, f"mtp.layers.{depth}."
+        number, prefix = config.num_layers + depth, f"mtp.layers.{depth}."
         layer = [rule.for_layer(number) for rule in (*inside, *experts(MoEOptions(config)))]
-        rules += [Same(f"{own}{ours}.weight", f"blk.{number}.nextn.{name}.weight") for ours, name in PREDICTION.items()]
-        rules += [renamed(rule, OURS.replace("{i}", str(number)), f"{own}mtp_model_layer.") for rule in layer]
+        rules += [
+            Same(f"{prefix}{ours}.weight", f"blk.{number}.nextn.{theirs}.weight") for ours, theirs in PREDICTION.items()
+        ]
+        rules += [renamed(rule, OURS.replace("{i}", str(number)), f"{prefix}mtp_model_layer.") for rule in layer]
     return rules
 
 

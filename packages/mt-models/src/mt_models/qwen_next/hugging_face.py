@@ -100,7 +100,7 @@ def _delta_net_rules(config: QwenNextConfig) -> list[Rule]:
         names = tuple(f"{theirs}in_proj_{name}.weight" for name in ("qkv", "z", "b", "a"))
         q, k, v, z, b, a = (config.linear_num_key_heads * count for count in rows)
         projection = Blocks(f"{ours}in_proj.weight", names, sizes=(q + k + v, z, b, a))
-    return [projection, *(Same(ours + own, theirs + name) for own, name in same.items())]
+    return [projection, *(Same(ours + canonical, theirs + external) for canonical, external in same.items())]
 
 
 def _prediction_rules(config: QwenNextConfig) -> list[Rule]:
@@ -116,7 +116,7 @@ def _prediction_rules(config: QwenNextConfig) -> list[Rule]:
     sparse = config.moe is not None and MoEOptions(config).layers[-1]
     inside = (*norm_rules(PRE_NORMS), *_attention_rules(config), *_feed_forward_rules(config, sparse=sparse))
     return [
-        *(Same(f"{ours}{own}.weight", f"mtp.{name}.weight") for own, name in names.items()),
+        *(Same(f"{ours}{canonical}.weight", f"mtp.{external}.weight") for canonical, external in names.items()),
         *(_moved(rule, layer, "mtp.layers.0.") for rule in inside),
     ]
 

@@ -183,9 +183,9 @@ class QwenNextVLModel(Qwen3VLModel):
                 continue
             first, rows = self._image_tokens_before(sequence, by), sequence.conditioning["features"]
             # Counts from the beginning: tokens beyond the features were generated.
-            own = of_images & (first + of_images.cumsum(0) <= len(rows))
-            places[0, begin:end] = own
-            features.append(rows[first : first + int(own.sum())])
+            has_feature = of_images & (first + of_images.cumsum(0) <= len(rows))
+            places[0, begin:end] = has_feature
+            features.append(rows[first : first + int(has_feature.sum())])
         return places, features
 
     def _image_tokens_before(self, sequence: CachedSequence, by: int) -> int:

@@ -18,7 +18,7 @@ from mt_models.retro.attention import EVERYTHING, ChunkedCrossAttention, Neighbo
 
 @dataclass(frozen=True)
 class NewPositions:
-    """Those of one sequence: `count` after `start`. m: tokens of a chunk. neighbors: chunks that have some.
+    """Those of one sequence: `count` after `start`. m: tokens of a chunk.
 
     before: chunks that other sequences of the row complete before this one's.
     """
@@ -26,7 +26,7 @@ class NewPositions:
     start: int
     count: int
     m: int
-    found: Tensor
+    neighbor_mask: Tensor
     """[L, K r] bool: tokens of the neighbours of each chunk, without padding."""
     before: int = 0
 
@@ -48,12 +48,12 @@ class NewPositions:
 
     def seen(self, chunk: int) -> Tensor | None:
         """[K r] bool of a chunk's neighbours; None for a chunk without any."""
-        known = 0 <= chunk < len(self.found) and bool(self.found[chunk].any())
-        return self.found[chunk] if known else None
+        known = 0 <= chunk < len(self.neighbor_mask) and bool(self.neighbor_mask[chunk].any())
+        return self.neighbor_mask[chunk] if known else None
 
     def attending(self) -> Tensor:
         """[count] bool"""
-        flags = torch.zeros(self.count, dtype=torch.bool, device=self.found.device)
+        flags = torch.zeros(self.count, dtype=torch.bool, device=self.neighbor_mask.device)
         for chunk, places in self.groups():
             flags[places] = self.seen(chunk) is not None
         return flags
@@ -64,12 +64,14 @@ def new_positions(cache: Cache, m: int, retrieved: int) -> list[NewPositions]:
     every: list[NewPositions] = []
     before = 0
     for sequence in cache.sequences:
-        every.append(NewPositions(sequence.start, sequence.count, m, _found(sequence, retrieved, cache), before))
+        every.append(
+            NewPositions(sequence.start, sequence.count, m, _neighbor_mask(sequence, retrieved, cache), before)
+        )
         before += len(every[-1].completed)
     return every
 
 
-def _found(sequence: CachedSequence, retrieved: int, cache: Cache) -> Tensor:
+def _neighbor_mask(sequence: CachedSequence, retrieved: int, cache: Cache) -> Tensor:
     mask = sequence.conditioning.get("neighbor_mask")
     if mask is None:
         return torch.zeros((0, retrieved), dtype=torch.bool, device=cache.tokens.device)

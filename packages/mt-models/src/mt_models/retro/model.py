@@ -225,10 +225,10 @@ class RetroModel(Model):
         """Longest supported sequence; None without learned positions."""
         return self.config.table_size
 
-    def _attending(self, found: Tensor, sequences: int, length: int) -> Tensor:
-        """found [B L]: chunks with neighbours -> [B, S, 1] bool, positions that attend to some."""
+    def _attending(self, has_neighbors: Tensor, sequences: int, length: int) -> Tensor:
+        """has_neighbors [B L], of chunks -> [B, S, 1] bool, positions that attend to some."""
         # [B L] -> [B L, m], moved to the positions that attend: see retro.chunks
-        rows = found[:, None].expand(-1, self.config.retro_chunk_length)
+        rows = has_neighbors[:, None].expand(-1, self.config.retro_chunk_length)
         return from_attending_chunks(rows, sequences, length)[..., None]
 
     def _angles(self, position_ids: Tensor) -> RotaryAngles | None:
@@ -252,12 +252,14 @@ class RetroModel(Model):
 
 def of_chunks(cache: Cache, name: str, wanted: Sequence[range], shape: tuple[int, int]) -> Tensor:
     """What each sequence is conditioned by [L, K, r], of the chunks requested of it: [n, K, r]; zeros without any."""
-    found = torch.zeros((sum(map(len, wanted)), *shape), dtype=torch.int64, device=cache.tokens.device)
-    for sequence, chunks, rows in zip(cache.sequences, wanted, found.split([len(own) for own in wanted]), strict=True):
+    gathered = torch.zeros((sum(map(len, wanted)), *shape), dtype=torch.int64, device=cache.tokens.device)
+    for sequence, chunks, rows in zip(
+        cache.sequences, wanted, gathered.split([len(span) for span in wanted]), strict=True
+    ):
         # Neighbours may be given for fewer chunks than the text will have: those behind stay zero, their mask too.
-        given = sequence.conditioning.get(name, found[:0])[chunks.start : chunks.stop]
-        rows[: len(given)] = given
-    return found
+        values = sequence.conditioning.get(name, gathered[:0])[chunks.start : chunks.stop]
+        rows[: len(values)] = values
+    return gathered
 
 
 def padding_pattern(seen: Tensor) -> AttentionPattern:

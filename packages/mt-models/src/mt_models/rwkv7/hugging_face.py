@@ -41,9 +41,9 @@ def head_size(external: Mapping[str, Any], hidden: int) -> int:
 
 
 def inner_size(external: Mapping[str, Any], hidden: int) -> int:
-    given, ratio = external.get("intermediate_size"), external.get("hidden_ratio")
+    width, ratio = external.get("intermediate_size"), external.get("hidden_ratio")
     # The class rounds up to whole 32s what it computes from the ratio.
-    return int(given) if given is not None else -(-int(hidden * (4 if ratio is None else ratio)) // 32) * 32
+    return int(width) if width is not None else -(-int(hidden * (4 if ratio is None else ratio)) // 32) * 32
 
 
 def export_extra(model: Mapping[str, Any]) -> dict[str, Any]:

@@ -171,8 +171,8 @@ class TimeMixing(LayoutModule):
         r, w, k, v, a = (self._heads(y) for y in (r, w, k, v, a))
         o = self.out_norm(self.scan(Rwkv7Inputs(r, w, k, v, z, a), segment_ids, cache))
         # What a position writes it reads with a weight of its own, beside the state.
-        own = (r * k * self.bonus).sum(-1, keepdim=True) * v
-        return self.linear_proj((o + own.flatten(2)) * self.gate(xg)), first_values
+        bonus = (r * k * self.bonus).sum(-1, keepdim=True) * v
+        return self.linear_proj((o + bonus.flatten(2)) * self.gate(xg)), first_values
 
     def _heads(self, x: Tensor) -> Tensor:
         """[B, S, N D] -> [B, S, N, D]"""

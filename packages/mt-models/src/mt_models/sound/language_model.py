@@ -126,7 +126,7 @@ class SoundLanguageModel(VisionLanguageModel):
             # A batch without sound: the features of a silent one are not used, and have gradients of zero.
             return self.sound_features([audio.new_zeros(self.SHORTEST)])[:0]
         pairs = zip(audio, lengths, strict=True)
-        return self.sound_features([sound for row, own in pairs for sound in sounds_of(row, own)])
+        return self.sound_features([sound for row, row_lengths in pairs for sound in sounds_of(row, row_lengths)])
 
     def _without(self, tokens: Tensor, places: Tensor) -> Tensor:
         """Tokens with a word in place of audio tokens, which need not be in the vocabulary. Features replace it."""
@@ -135,12 +135,12 @@ class SoundLanguageModel(VisionLanguageModel):
     def _spliced_sounds(self, places: Tensor, features: Tensor) -> AbstractContextManager[Any]:
         return spliced_words(word_embeddings(self.language_model), places, features)
 
-    def _require_audio_tokens(self, found: list[int], wanted: list[int]) -> None:
+    def _require_audio_tokens(self, token_counts: list[int], wanted: list[int]) -> None:
         """Raises DataError unless each row has as many audio tokens as its sounds have features."""
-        if found != wanted:
+        if token_counts != wanted:
             raise DataError(
-                f"the rows of the batch have {found} audio tokens (id {self.config.audio_token_index}), and sounds of "
-                f"{wanted} features; write the audio token (model.audio_token_index) once for each feature"
+                f"the rows of the batch have {token_counts} audio tokens (id {self.config.audio_token_index}), and "
+                f"sounds of {wanted} features; write the audio token (model.audio_token_index) once for each feature"
             )
 
     # -- generation ----------------------------------------------------------------------------------
@@ -166,8 +166,8 @@ class SoundLanguageModel(VisionLanguageModel):
     def check_request(self, tokens: Tensor, inputs: Mapping[str, Tensor]) -> None:
         super().check_request(tokens, inputs)
         try:
-            found = [int((tokens == self.config.audio_token_index).sum())]
-            self._require_audio_tokens(found, [self._positions_of_request(inputs)])
+            token_counts = [int((tokens == self.config.audio_token_index).sum())]
+            self._require_audio_tokens(token_counts, [self._positions_of_request(inputs)])
         except DataError as error:
             raise ConfigError(f"audio: {error}") from None
 

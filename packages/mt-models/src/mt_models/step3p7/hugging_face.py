@@ -201,14 +201,14 @@ def _heads_by_layer(table: Mapping[str, Any], heads: int, kinds: Sequence[str]) 
     """Query heads of the layers with a window."""
     entries = {int(layer): entry for layer, entry in table.items()}
     sizes = [{"num_attention_heads": heads, **entries.get(layer, {})} for layer in range(len(kinds))]
-    found = {kind: {size["num_attention_heads"] for size, other in zip(sizes, kinds, strict=True) if other == kind}
+    counts = {kind: {size["num_attention_heads"] for size, other in zip(sizes, kinds, strict=True) if other == kind}
              for kind in (FULL, SLIDING)}  # fmt: skip
-    if any(len(size) > 1 for size in sizes) or len(found[SLIDING]) != 1 or found[FULL] - {heads}:
+    if any(len(size) > 1 for size in sizes) or len(counts[SLIDING]) != 1 or counts[FULL] - {heads}:
         raise ConfigError(
             f"{BY_LAYER}={dict(table)} is not supported: it can have num_attention_heads of the layers that are "
             f"{SLIDING} in layer_types, the same in all of them"
         )
-    return int(found[SLIDING].pop())
+    return int(counts[SLIDING].pop())
 
 
 def _other_heads(external: Mapping[str, Any], heads: int) -> int:
@@ -261,12 +261,12 @@ def import_positions(external: Mapping[str, Any], kinds: Sequence[str]) -> dict[
 
 def rope_tables(external: Mapping[str, Any], kinds: Sequence[str]) -> dict[str, Mapping[str, Any]]:
     """The table of each kind of layer: from `rope_parameters`, or from the lists of published files."""
-    given = external.get("rope_parameters") or {}
-    if given and not all(isinstance(given.get(kind), Mapping) for kind in kinds):
+    parameters = external.get("rope_parameters") or {}
+    if parameters and not all(isinstance(parameters.get(kind), Mapping) for kind in kinds):
         listed = ", ".join(sorted(set(kinds)))
-        raise ConfigError(f"rope_parameters={dict(given)} is not supported: it has a table for each of {listed}")
-    if given:
-        return {kind: given[kind] for kind in kinds}
+        raise ConfigError(f"rope_parameters={dict(parameters)} is not supported: it has a table for each of {listed}")
+    if parameters:
+        return {kind: parameters[kind] for kind in kinds}
     tables: dict[str, Mapping[str, Any]] = {}
     for kind in kinds:
         base, share = (_of_kind(external, key, kinds, kind) for key in ("rope_theta", SHARES))
@@ -292,9 +292,9 @@ def rope_of_kind(table: Mapping[str, Any] | None, kind: str) -> tuple[float | No
     """Base, rotated share and keys of [model] for the scaling; None where there is no such layer."""
     if table is None:
         return None, None, {}
-    given = {key: value for key, value in table.items() if value is not None}
-    base, share = float(given.pop("rope_theta", 10000.0)), float(given.pop("partial_rotary_factor", 1.0))
-    scaling = import_scaling(given, f"rope_parameters.{kind}")
+    parameters = {key: value for key, value in table.items() if value is not None}
+    base, share = float(parameters.pop("rope_theta", 10000.0)), float(parameters.pop("partial_rotary_factor", 1.0))
+    scaling = import_scaling(parameters, f"rope_parameters.{kind}")
     if scaling.get("rope_scaling_type", "none") not in SCALINGS:
         raise ConfigError(
             f"rope_parameters.{kind} or rope_scaling of type {scaling['rope_scaling_type']} is not supported; it can "

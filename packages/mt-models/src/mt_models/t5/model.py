@@ -101,8 +101,8 @@ class BiasedAttention(ScaledQueryAttention):
     def forward(self, x: Tensor, pattern: AttentionPattern, angles: RotaryAngles | None, cache: Cache | None) -> Tensor:
         # The module itself: it is called with the numbers of queries and keys, which a cache and sequence parallelism
         # make others than those of x.
-        own = replace(pattern, bias=self.relative_pos_emb, _mask=None, _within={})
-        return super().forward(x, own, angles, cache)
+        biased = replace(pattern, bias=self.relative_pos_emb, _mask=None, _within={})
+        return super().forward(x, biased, angles, cache)
 
 
 def self_attention(config: T5Config, core: AttentionCore, ctx: ParallelContext, *, bidirectional: bool) -> nn.Module:

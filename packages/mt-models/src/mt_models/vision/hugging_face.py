@@ -180,12 +180,12 @@ def joint_map(kind: str, tower: ConfigMap, class_name: str, joint_name: str) -> 
             "label2id": {name: i for i, name in enumerate(names)},
         }
 
-    own = ("architectures", *CLASS_KEYS)
+    class_keys = ("architectures", *CLASS_KEYS)
     return ConfigMap(
         architecture=kind,
         fields=(),
         fixed=NOT_A_CHOICE,
-        ignored={key: why for key, why in IGNORED.items() if key not in own}
+        ignored={key: why for key, why in IGNORED.items() if key not in class_keys}
         | {
             "text_config": "of the tower that reads texts, which predicts no classes",
             "projection_dim": "of the projections that compare images with texts",
@@ -193,7 +193,7 @@ def joint_map(kind: str, tower: ConfigMap, class_name: str, joint_name: str) -> 
             "initializer_factor": "scales initial weights",
         },
         import_extra=import_extra,
-        import_extra_keys=("vision_config", *own),
+        import_extra_keys=("vision_config", *class_keys),
         export_extra=export_extra,
     )
 

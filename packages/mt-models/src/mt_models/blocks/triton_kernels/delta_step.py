@@ -49,8 +49,8 @@ def _delta_steps(
         else:
             current *= tl.exp(tl.load(g + at).to(tl.float32))
         content = tl.load(v + row * v_row + t * v_position + head * v_head + value, mask=values, other=0.0)
-        found = tl.sum(current * written[:, None], 0)
-        update = (content.to(tl.float32) - found) * tl.load(beta + at).to(tl.float32)
+        looked_up = tl.sum(current * written[:, None], 0)
+        update = (content.to(tl.float32) - looked_up) * tl.load(beta + at).to(tl.float32)
         current += written[:, None] * update[None, :]
         tl.store(o + at * VALUE + value, tl.sum(current * asked[:, None], 0), mask=values)
     tl.store(after + places, current, mask=inside)

@@ -30,25 +30,25 @@ def _index_scores(
     query = tl.program_id(1) * QUERIES + tl.arange(0, QUERIES)
     key = tl.program_id(0) * KEYS + tl.arange(0, KEYS)
     channel = tl.arange(0, BLOCK_DIM)
-    own, there = query < queries, key < keys
+    query_mask, key_mask = query < queries, key < keys
     # int64: offsets of long sequences with many heads pass 2^31.
     at, place = query.to(tl.int64), key.to(tl.int64)
     key_tile = tl.load(
         k + row * k_row + place[None, :] * k_position + channel[:, None],
-        mask=there[None, :] & (channel < DIM)[:, None], other=0.0,
+        mask=key_mask[None, :] & (channel < DIM)[:, None], other=0.0,
     )  # fmt: skip
     total = tl.zeros([QUERIES, KEYS], tl.float32)
     for head in range(heads):
         query_tile = tl.load(
             q + row * q_row + at[:, None] * q_position + head * q_head + channel[None, :],
-            mask=own[:, None] & (channel < DIM)[None, :], other=0.0,
+            mask=query_mask[:, None] & (channel < DIM)[None, :], other=0.0,
         )  # fmt: skip
-        weight = tl.load(w + row * w_row + at * w_position + head * w_head, mask=own, other=0.0).to(tl.float32)
+        weight = tl.load(w + row * w_row + at * w_position + head * w_head, mask=query_mask, other=0.0).to(tl.float32)
         # ieee: without TF32 for fp32 inputs. Products of bf16 are exact in fp32, in which they are summed.
         product = tl.dot(query_tile, key_tile, input_precision="ieee") * scale
         total += weight[:, None] * tl.maximum(product, 0.0)
     out = scores + (row * queries + at[:, None]) * keys + place[None, :]
-    tl.store(out, total, mask=own[:, None] & there[None, :])
+    tl.store(out, total, mask=query_mask[:, None] & key_mask[None, :])
 
 
 def triton_index_scores(queries: Tensor, weights: Tensor, keys: Tensor) -> Tensor:
