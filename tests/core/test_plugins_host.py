@@ -47,7 +47,7 @@ def install(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Install:
 
 
 def load(*entry_points: EntryPoint, **options: object) -> PluginHost:
-    return load_plugins(found=entry_points, **options)  # type: ignore[arg-type]
+    return load_plugins(entry_points=entry_points, **options)  # type: ignore[arg-type]
 
 
 def problem_of(host: PluginHost, name: str) -> tuple[str, str]:
@@ -233,8 +233,8 @@ def test_an_allow_list_with_a_typing_error_is_refused(
     monkeypatch.setenv("MT_PLUGINS", name)
     for strict in (None, True):
         with pytest.raises(PluginError, match=words):
-            load_plugins(found=entry_points, strict=strict)
-    tolerant = load_plugins(found=entry_points, strict=False)
+            load_plugins(entry_points=entry_points, strict=strict)
+    tolerant = load_plugins(entry_points=entry_points, strict=False)
     with pytest.raises(PluginError, match=words):
         tolerant.require_known_names()
 

@@ -68,8 +68,8 @@ LAYOUTS = (
     Mutation(
         "the norm counts copies twice",
         f"{CORE}/optim/finalize_grads.py",
-        "own = [tensor for name, tensor in named if self.counts(name)]",
-        "own = [tensor for name, tensor in named]",
+        "counted = [tensor for name, tensor in named if self.counts(name)]",
+        "counted = [tensor for name, tensor in named]",
         (TP2,),
     ),
     Mutation(
@@ -89,7 +89,7 @@ LAYOUTS = (
     Mutation(
         "updated weights are not collected",
         f"{CORE}/optim/buckets.py",
-        "own = self.part(self.weights)\n",
+        "part = self.part(self.weights)\n",
         "return\n",
         (ZERO,),
     ),
@@ -548,7 +548,7 @@ EVALUATION = (
     Mutation(
         "a program passes by its exit status",
         "mt-core/src/mt_core/sandbox/programs.py",
-        "return os.read(end, 2 * len(secret)) == secret, status",
+        "return os.read(end_reader, 2 * len(secret)) == secret, status",
         "return os.read(end, 2 * len(secret)) == secret or status == 97, status",
         ("tests/eval/test_generation_metrics.py::test_programs_fail_that_do_not_reach_their_end",),
     ),

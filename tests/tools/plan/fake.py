@@ -63,4 +63,6 @@ def mt_register_datasets() -> list[DatasetSpec]:
 @cache
 def host() -> PluginHost:
     """The installed plugins, and this one."""
-    return load_plugins(found=[*entry_points(group=ENTRY_POINT_GROUP), EntryPoint("fake", "fake", ENTRY_POINT_GROUP)])
+    return load_plugins(
+        entry_points=[*entry_points(group=ENTRY_POINT_GROUP), EntryPoint("fake", "fake", ENTRY_POINT_GROUP)]
+    )

@@ -22,7 +22,7 @@ from mt_core.errors import ConfigError, TrainingError
 from mt_core.tensor_slice import TensorSlice
 from mt_core.testing import RankFailureError, run_ranks
 from mt_core.train import Trainer
-from mt_core.train.checkpoint.local_shards import given
+from mt_core.train.checkpoint.local_shards import identity
 from mt_infer.text import TextGenerator
 from mt_tune.rl.drawing import Drawer
 from mt_tune.rl.rollout_file import ROLLOUTS_FILE, read_rollouts
@@ -126,7 +126,7 @@ def test_the_hash_of_a_tensor_is_the_sum_over_its_slices(tmp_path: Path) -> None
     for top, left in ((0, 0), (0, 5), (7, 0), (7, 5)):
         bottom, right = (7, rows)[top > 0], (5, columns)[left > 0]
         place = TensorSlice((top, left), (bottom - top, right - left))
-        part = partial(given, tensor[top:bottom, left:right])
+        part = partial(identity, tensor[top:bottom, left:right])
         parts += fragment_hash(replace(fragment, tensor_slice=place, tensor=part))
     assert parts % (1 << 64) == whole
     numbers = element_numbers((1, 2), (2, 3), (4, 6), torch.device("cpu"))

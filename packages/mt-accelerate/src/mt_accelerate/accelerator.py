@@ -463,11 +463,11 @@ class Accelerator(Processes):
     def get_tracker(self, name: str, unwrap: bool = False) -> Any:
         """unwrap: the package's own object, None on processes other than the main one. Raises ConfigError for a tracker
         that `init_trackers` did not start."""
-        found = next((tracker for tracker in self.trackers if tracker.name == name), None)
-        if found is None:
+        tracker = next((tracker for tracker in self.trackers if tracker.name == name), None)
+        if tracker is None:
             known = ", ".join(tracker.name for tracker in self.trackers) or "none"
             raise ConfigError(f"get_tracker({name!r}): started are {known}; name it in Accelerator(log_with=...)")
-        return found.tracker if unwrap else found
+        return tracker.tracker if unwrap else tracker
 
     def log(
         self,
@@ -517,8 +517,10 @@ class _Handle:
         self._hooks.remove(self._hook)
 
 
-def _loader_config(given: DataLoaderConfiguration | None, split_batches: bool | None) -> DataLoaderConfiguration:
-    config = given or DataLoaderConfiguration()
+def _loader_config(
+    dataloader_config: DataLoaderConfiguration | None, split_batches: bool | None
+) -> DataLoaderConfiguration:
+    config = dataloader_config or DataLoaderConfiguration()
     if split_batches is not None:
         config.split_batches = split_batches
     return config

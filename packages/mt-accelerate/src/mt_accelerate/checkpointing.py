@@ -68,12 +68,12 @@ def read(path: Path) -> Any:
 def random_states() -> dict[str, Any]:
     """States of Python, NumPy, torch and the GPUs of this process, in tensors and plain values."""
     kind, words, position, has_gauss, gauss = np.random.get_state()
-    found = {
+    states = {
         "random_state": random.getstate(),
         "numpy_random_seed": (kind, torch.from_numpy(np.asarray(words).astype(np.int64)), position, has_gauss, gauss),
         "torch_manual_seed": torch.get_rng_state(),
     }
-    return {**found, "torch_cuda_manual_seed": torch.cuda.get_rng_state_all()} if torch.cuda.is_available() else found
+    return {**states, "torch_cuda_manual_seed": torch.cuda.get_rng_state_all()} if torch.cuda.is_available() else states
 
 
 def set_random_states(states: Mapping[str, Any]) -> None:
@@ -96,7 +96,7 @@ def file_of(folder: str | Path, number: int) -> Path:
 def require_states(objects: Sequence[Any]) -> None:
     """Raises ConfigError for objects without state_dict and load_state_dict."""
     without = [
-        type(one).__name__ for one in objects if not (hasattr(one, "state_dict") and hasattr(one, "load_state_dict"))
+        type(obj).__name__ for obj in objects if not (hasattr(obj, "state_dict") and hasattr(obj, "load_state_dict"))
     ]
     if without:
         raise ConfigError(
@@ -106,14 +106,14 @@ def require_states(objects: Sequence[Any]) -> None:
 
 
 def save_states(objects: Sequence[Any], folder: str | Path) -> None:
-    for number, one in enumerate(objects):
-        torch.save(one.state_dict(), file_of(folder, number))
+    for number, obj in enumerate(objects):
+        torch.save(obj.state_dict(), file_of(folder, number))
 
 
 def load_states(objects: Sequence[Any], folder: str | Path) -> None:
     """Raises CheckpointError as `read` does."""
-    for number, one in enumerate(objects):
-        one.load_state_dict(read(file_of(folder, number)))
+    for number, obj in enumerate(objects):
+        obj.load_state_dict(read(file_of(folder, number)))
 
 
 # -- folders that `save_state` and `load_state` name -------------------------------------------------

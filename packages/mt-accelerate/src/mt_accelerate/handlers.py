@@ -33,8 +33,8 @@ class KwargsHandler:
     def to_kwargs(self) -> dict[str, Any]:
         """The options that differ from their defaults."""
         default = type(self)()
-        given = {one.name: getattr(self, one.name) for one in fields(self)}
-        return {name: value for name, value in given.items() if value != getattr(default, name)}
+        values = {option.name: getattr(self, option.name) for option in fields(self)}
+        return {name: value for name, value in values.items() if value != getattr(default, name)}
 
 
 @dataclass
@@ -116,10 +116,12 @@ class ProfileKwargs(KwargsHandler):
     output_trace_dir: str | None = None
 
     def build(self) -> torch.profiler.profile:
-        own = ("activities", "schedule_option", "output_trace_dir")
-        options = {name: value for name, value in self.to_kwargs().items() if name not in own}
+        excluded = ("activities", "schedule_option", "output_trace_dir")
+        options = {name: value for name, value in self.to_kwargs().items() if name not in excluded}
         if self.activities is not None:
-            options["activities"] = [getattr(torch.profiler.ProfilerActivity, one.upper()) for one in self.activities]
+            options["activities"] = [
+                getattr(torch.profiler.ProfilerActivity, activity.upper()) for activity in self.activities
+            ]
         if self.schedule_option is not None:
             options["schedule"] = torch.profiler.schedule(**self.schedule_option)
         return torch.profiler.profile(**options)
@@ -172,7 +174,7 @@ class Handlers:
     profile: ProfileKwargs = field(default_factory=ProfileKwargs)
 
     @classmethod
-    def of(cls, given: Iterable[Any]) -> Handlers:
+    def of(cls, handlers: Iterable[Any]) -> Handlers:
         """Raises ConfigError for an object of another kind, and for two of one kind."""
         kinds = {
             AutocastKwargs: "autocast",
@@ -181,16 +183,16 @@ class Handlers:
             InitProcessGroupKwargs: "processes",
             ProfileKwargs: "profile",
         }
-        found: dict[str, Any] = {}
-        for one in given:
-            name = kinds.get(type(one))
-            if name is None or name in found:
+        by_name: dict[str, Any] = {}
+        for handler in handlers:
+            name = kinds.get(type(handler))
+            if name is None or name in by_name:
                 raise ConfigError(
-                    f"kwargs_handlers has {type(one).__name__}{' twice' if name else ''}; it can have one each of "
+                    f"kwargs_handlers has {type(handler).__name__}{' twice' if name else ''}; it can have one each of "
                     f"{', '.join(kind.__name__ for kind in kinds)}"
                 )
-            found[name] = one
-        return cls(**found)
+            by_name[name] = handler
+        return cls(**by_name)
 
 
 def require_plugin_options(config: DataLoaderConfiguration, handlers: Handlers, *, step: bool) -> None:
@@ -244,9 +246,11 @@ class ProjectConfiguration:
             object.__setattr__(self, "logging_dir", self.project_dir)
 
     @classmethod
-    def of(cls, given: ProjectConfiguration | None, project_dir: str | os.PathLike[str] | None) -> ProjectConfiguration:
+    def of(
+        cls, project_config: ProjectConfiguration | None, project_dir: str | os.PathLike[str] | None
+    ) -> ProjectConfiguration:
         """From the arguments of `Accelerator`; project_dir fills in what project_config does not say."""
-        if given is None:
+        if project_config is None:
             return cls(None if project_dir is None else str(project_dir))
-        folder = given.project_dir or project_dir
-        return replace(given, project_dir=None if folder is None else str(folder))
+        folder = project_config.project_dir or project_dir
+        return replace(project_config, project_dir=None if folder is None else str(folder))

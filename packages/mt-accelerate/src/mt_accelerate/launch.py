@@ -97,10 +97,10 @@ def default_file() -> Path:
     return Path(home).expanduser() / "accelerate" / "default_config.yaml"
 
 
-def _file(given: str | None, options: Mapping[str, Any]) -> Path | None:
+def _file(config_file: str | None, options: Mapping[str, Any]) -> Path | None:
     """The file to read. As `accelerate launch`, which takes the default one unless there is --cpu."""
-    if given is not None:
-        return Path(given)
+    if config_file is not None:
+        return Path(config_file)
     path = default_file()
     if options.get("use_cpu") or not path.is_file():
         return None
@@ -173,10 +173,10 @@ def number_of_processes(values: Mapping[str, Any]) -> int:
 
     Raises ConfigError for --multi_gpu where there is no device.
     """
-    given = values.get("num_processes")
+    num_processes = values.get("num_processes")
     # -1: what `accelerate config` leaves where it was not asked.
-    if given is not None and int(given) > 0:
-        return int(given)
+    if num_processes is not None and int(num_processes) > 0:
+        return int(num_processes)
     if values.get("use_cpu"):
         return int(values.get("num_machines") or 1)
     devices = number_of_devices(values)

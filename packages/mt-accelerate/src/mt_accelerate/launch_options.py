@@ -170,7 +170,7 @@ def refused_value(name: str) -> str | None:
 
 
 def _require_known(name: str, word: str) -> None:
-    fields = [PREFIX + one for one in MegatronLMPlugin.model_fields]
+    fields = [PREFIX + option for option in MegatronLMPlugin.model_fields]
     known = ["config_file", *VALUES, *FLAGS, *WITHOUT_EFFECT, *fields]
     if name not in known and refused_value(name) is None:
         raise ConfigError(

@@ -229,13 +229,13 @@ def _check_contradictions(plugin: MegatronLMPlugin) -> None:
         )
 
 
-def _from_environment(kind: type[MegatronLMPlugin], given: Mapping[str, Any]) -> dict[str, Any]:
+def _from_environment(kind: type[MegatronLMPlugin], arguments: Mapping[str, Any]) -> dict[str, Any]:
     """Fields that the launcher sets and the program does not. Raises ConfigError for a text that is no value."""
     fields = {}
     for name, field in kind.model_fields.items():
         # A launcher writes fields without a value as the word None. What the program gives itself wins.
         text = os.environ.get(VARIABLE_PREFIX + name.upper())
-        if text is None or name in given or text.lower() == "none":
+        if text is None or name in arguments or text.lower() == "none":
             continue
         try:
             kind_of_field: Any = field.annotation

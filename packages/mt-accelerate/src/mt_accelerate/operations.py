@@ -77,12 +77,12 @@ def gather(tensor: Any) -> Any:
 
 def reduce(tensor: Any, reduction: str = "mean", scale: float = 1.0) -> Any:
     """The sum or the mean over all data-parallel ranks, times scale, of each tensor in nested values."""
-    return on_tensors(lambda one: reduce_across_data_parallel_group(one, reduction, scale), tensor)
+    return on_tensors(lambda leaf: reduce_across_data_parallel_group(leaf, reduction, scale), tensor)
 
 
 def pad_across_processes(tensor: Any, dim: int = 0, pad_index: int = 0, pad_first: bool = False) -> Any:
     """Each tensor in nested values, filled up along dim to the largest size of all data-parallel ranks."""
-    return on_tensors(lambda one: pad_across_data_parallel_group(one, dim, pad_index, pad_first), tensor)
+    return on_tensors(lambda leaf: pad_across_data_parallel_group(leaf, dim, pad_index, pad_first), tensor)
 
 
 def is_first_rank() -> bool:
@@ -121,21 +121,21 @@ def recursively_apply(
     function: Callable[..., Any],
     value: Any,
     *arguments: Any,
-    test_type: Callable[[Any], bool] = lambda one: isinstance(one, Tensor),
+    test_type: Callable[[Any], bool] = lambda leaf: isinstance(leaf, Tensor),
     error_on_other_type: bool = False,
     **options: Any,
 ) -> Any:
     """The function of each leaf that test_type holds of; others stay. Raises TypeError for others on request."""
 
-    def of(one: Any) -> Any:
+    def of(item: Any) -> Any:
         return recursively_apply(
-            function, one, *arguments, test_type=test_type, error_on_other_type=error_on_other_type, **options
+            function, item, *arguments, test_type=test_type, error_on_other_type=error_on_other_type, **options
         )
 
     if isinstance(value, tuple | list):
-        return honor_type(value, [of(one) for one in value])
+        return honor_type(value, [of(item) for item in value])
     if isinstance(value, Mapping):
-        return _mapping_like(value, {name: of(one) for name, one in value.items()})
+        return _mapping_like(value, {name: of(item) for name, item in value.items()})
     if test_type(value):
         return function(value, *arguments, **options)
     if error_on_other_type:
@@ -172,12 +172,12 @@ def send_to_device(
     skipped = [skip_keys] if isinstance(skip_keys, str) else skip_keys or []
     if isinstance(value, Mapping):
         moved = {
-            name: one if name in skipped else send_to_device(one, device, non_blocking, skipped)
-            for name, one in value.items()
+            name: item if name in skipped else send_to_device(item, device, non_blocking, skipped)
+            for name, item in value.items()
         }
         return _mapping_like(value, moved)
     if isinstance(value, tuple | list):
-        return honor_type(value, [send_to_device(one, device, non_blocking, skipped) for one in value])
+        return honor_type(value, [send_to_device(item, device, non_blocking, skipped) for item in value])
     if isinstance(value, Tensor):
         return value.to(device, non_blocking=non_blocking)
     return value.to(device) if hasattr(value, "to") else value
@@ -192,16 +192,16 @@ def find_batch_size(value: Any) -> int | None:
 
 
 def slice_tensors(value: Any, rows: slice) -> Any:
-    return recursively_apply(lambda one: one[rows], value)
+    return recursively_apply(lambda leaf: leaf[rows], value)
 
 
 def concatenate(values: Any, dim: int = 0) -> Any:
     """Values that are nested alike, concatenated tensor by tensor."""
     first = values[0]
     if isinstance(first, tuple | list):
-        return honor_type(first, [concatenate([one[i] for one in values], dim) for i in range(len(first))])
+        return honor_type(first, [concatenate([value[i] for value in values], dim) for i in range(len(first))])
     if isinstance(first, Mapping):
-        return _mapping_like(first, {name: concatenate([one[name] for one in values], dim) for name in first})
+        return _mapping_like(first, {name: concatenate([value[name] for value in values], dim) for name in first})
     return torch.cat(values, dim)
 
 
@@ -216,9 +216,9 @@ def find_device(value: Any) -> torch.device | None:
 def convert_to_fp32(value: Any) -> Any:
     """16-bit tensors in 32 bits; others stay."""
     return recursively_apply(
-        lambda one: one.float(),
+        lambda leaf: leaf.float(),
         value,
-        test_type=lambda one: isinstance(one, Tensor) and one.dtype in (torch.float16, torch.bfloat16),
+        test_type=lambda leaf: isinstance(leaf, Tensor) and leaf.dtype in (torch.float16, torch.bfloat16),
     )
 
 
@@ -229,15 +229,15 @@ def gather_object(value: list[Any]) -> list[Any]:
         return value
     lists: list[Any] = [None] * ranks.size
     dist.all_gather_object(lists, value, group=ranks.group)
-    return [one for of_rank in lists for one in of_rank]
+    return [item for of_rank in lists for item in of_rank]
 
 
 def broadcast(value: Any, from_process: int = 0) -> Any:
     """Tensors of the rank from_process, on every rank. Collective; in place."""
 
-    def send(one: Tensor) -> Tensor:
-        dist.broadcast(one, src=from_process)
-        return one
+    def send(leaf: Tensor) -> Tensor:
+        dist.broadcast(leaf, src=from_process)
+        return leaf
 
     return recursively_apply(send, value) if dist.is_initialized() else value
 

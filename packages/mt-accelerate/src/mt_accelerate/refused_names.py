@@ -43,9 +43,9 @@ class RefusedAttributeError(MtError, AttributeError):
     """The same of an attribute."""
 
 
-def refuse_options(**given: Any) -> None:
+def refuse_options(**options: Any) -> None:
     """Raises ConfigError for those that are not None."""
-    for name, value in given.items():
+    for name, value in options.items():
         if value is not None:
             raise ConfigError(f"Accelerator({name}=...): {OPTIONS[name]}")
 

@@ -119,8 +119,8 @@ def chosen_trackers(log_with: Any, logging_dir: str | None, host: PluginHost) ->
     package is installed. Raises ConfigError for others, and PluginError for a package that is missing."""
     requested = [] if log_with is None else list(log_with) if isinstance(log_with, list | tuple) else [log_with]
     trackers: list[LoggerType | GeneralTracker] = []
-    for one in requested:
-        named = [one] if isinstance(one, GeneralTracker) else _named(str(one), logging_dir, host)
+    for log_type in requested:
+        named = [log_type] if isinstance(log_type, GeneralTracker) else _named(str(log_type), logging_dir, host)
         trackers += [tracker for tracker in named if tracker not in trackers]
     return trackers
 

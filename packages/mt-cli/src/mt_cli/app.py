@@ -106,8 +106,8 @@ class CommandGroup(QuickParameters, TyperGroup):
         return super().parse_args(ctx, args)
 
     def resolve_command(self, ctx: Any, args: list[str]) -> Any:
-        own = [spec.name for spec in plugin.mt_register_commands()]
-        home = COMMAND_HOMES.get(args[0]) or ("mt-cli" if args[0] in own else None)
+        own_names = [spec.name for spec in plugin.mt_register_commands()]
+        home = COMMAND_HOMES.get(args[0]) or ("mt-cli" if args[0] in own_names else None)
         # A known command of a distribution that is not installed, or whose plugin failed: better than "No such
         # command".
         if home and args[0] not in self.commands:
@@ -209,11 +209,11 @@ def with_subcommands(command: Any, name: str, host: PluginHost) -> Any:
 
 def ordered_commands(host: PluginHost) -> list[CommandSpec]:
     """mt-cli's own commands in their order, then the others by name; one for each name."""
-    own = plugin.mt_register_commands()
+    own_commands = plugin.mt_register_commands()
     registered = {spec.name: spec for spec in host[COMMANDS] if " " not in spec.name}
     # An allow-list can leave mt-cli's own plugin out; the commands that show why stay.
-    first = [spec for spec in own if spec.name in registered or spec.name in DIAGNOSIS]
-    others = sorted(registered.keys() - {spec.name for spec in own})
+    first = [spec for spec in own_commands if spec.name in registered or spec.name in DIAGNOSIS]
+    others = sorted(registered.keys() - {spec.name for spec in own_commands})
     return first + [registered[name] for name in others]
 
 

@@ -220,8 +220,8 @@ def _array(schema: Mapping[str, Any], definitions: Mapping[str, Any]) -> str:
 
 def _bounds(schema: Mapping[str, Any]) -> str:
     signs = {"exclusiveMinimum": ">", "minimum": ">=", "exclusiveMaximum": "<", "maximum": "<="}
-    given = [f"{sign} {schema[name]:g}" for name, sign in signs.items() if name in schema]
-    return f" {' and '.join(given)}" if given else ""
+    bounds = [f"{sign} {schema[name]:g}" for name, sign in signs.items() if name in schema]
+    return f" {' and '.join(bounds)}" if bounds else ""
 
 
 # -- names of keys in other software, as plugins register them ---------------------------------------

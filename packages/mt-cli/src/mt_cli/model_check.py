@@ -86,16 +86,16 @@ def _other_format(path: Path, host: PluginHost) -> CheckpointLoaderSpec | None:
     """
     if (path / CONFIG).is_file() or path.suffix == ".json":
         return None
-    found = next(
+    loader = next(
         (spec for spec in host[CHECKPOINT_LOADERS] if spec.name != HF_FORMAT and spec.detect.load()(path)), None
     )
-    if found is None and path.is_dir():
+    if loader is None and path.is_dir():
         names = ", ".join(sorted(spec.name for spec in host[CHECKPOINT_LOADERS]))
         raise ConfigError(
             f"{path} has no {CONFIG}, and is no checkpoint of another format ({names}); a file that describes a model "
             "otherwise, such as params.json, is read together with the weights beside it"
         )
-    return found
+    return loader
 
 
 def _check_other(path: Path, loader: CheckpointLoaderSpec, host: PluginHost) -> ModelCheck:
@@ -170,9 +170,11 @@ def _check_tensors(path: Path, loader: CheckpointLoaderSpec, host: PluginHost) -
     missing = [name for name in expected if MODEL + name not in shapes]
     wrong = [Problem("tensors", [name], f"{name} of the model is in no tensor of the folder") for name in missing]
     wrong += [
-        Problem("tensors", [name], f"{name} has the shape {list(shape)}, the configuration makes it {list(own)}")
-        for name, own in expected.items()
-        if name not in missing and (shape := tuple(shapes[MODEL + name])) != own
+        Problem(
+            "tensors", [name], f"{name} has the shape {list(shape)}, the configuration makes it {list(expected_shape)}"
+        )
+        for name, expected_shape in expected.items()
+        if name not in missing and (shape := tuple(shapes[MODEL + name])) != expected_shape
     ]
     return config, len(shapes), getattr(reader, "left_out", {}), wrong
 

@@ -446,11 +446,11 @@ QUESTIONS: tuple[Question, ...] = (
 def make_draft(
     host: PluginHost,
     has_gpu: bool,
-    given: Mapping[str, str],
+    answers: Mapping[str, str],
     ask: Callable[[str, str], str] | None,
     tell: Callable[[str], None],
 ) -> Draft:
-    """given: answers by name of question, which are not asked. ask: (text, default) -> answer; None takes the defaults.
+    """answers: by name of question, which are not asked. ask: (text, default) -> answer; None takes the defaults.
     tell: shows what is wrong with an answer before the question is asked again.
 
     Raises MtError for a given answer, or a default, that cannot be.
@@ -458,8 +458,8 @@ def make_draft(
     draft = Draft(host, has_gpu)
     for question in QUESTIONS:
         # Applied even where it would not be asked, so that an option that cannot be is an error.
-        if question.name in given:
-            question.apply(draft, given[question.name])
+        if question.name in answers:
+            question.apply(draft, answers[question.name])
         elif question.asked(draft):
             _put(question, draft, ask, tell)
     return _with_usual_settings(draft)

@@ -46,9 +46,9 @@ class TrainingError(MtError):
     exit_code = 6
 
 
-def did_you_mean(given: str, known: Iterable[str]) -> str:
+def did_you_mean(word: str, known: Iterable[str]) -> str:
     """A trailing ` (did you mean "x"?)`, or nothing when no known word is near to the given one."""
-    near = get_close_matches(given, list(known), n=1, cutoff=0.6)
+    near = get_close_matches(word, list(known), n=1, cutoff=0.6)
     return f' (did you mean "{near[0]}"?)' if near else ""
 
 

@@ -26,26 +26,27 @@ def writing(path: Path, option: str) -> Iterator[None]:
         raise ConfigError(f"{option} {path} cannot be written: {error.strerror or error}") from error
 
 
-def as_path(given: str | Path) -> Path:
+def as_path(location: str | Path) -> Path:
     """The path that a user wrote.
 
     Raises ConfigError for a URL when universal_pathlib, or the package of its scheme, is not installed.
     """
-    if not isinstance(given, str) or "://" not in given:
-        return Path(given) if isinstance(given, str) else given
+    if not isinstance(location, str) or "://" not in location:
+        return Path(location) if isinstance(location, str) else location
     try:
         from upath import UPath
     except ImportError:
         raise ConfigError(
-            f'{given}: paths of object stores need universal_pathlib: pip install "mt-core[remote]"'
+            f'{location}: paths of object stores need universal_pathlib: pip install "mt-core[remote]"'
         ) from None
-    scheme = given.partition("://")[0]
+    scheme = location.partition("://")[0]
     try:
-        path: Any = UPath(given, use_listings_cache=False)  # others write there too: ranks wait for one another's files
+        # Without a cache: others write there too, since ranks wait for one another's files.
+        path: Any = UPath(location, use_listings_cache=False)
         # The package of the scheme is imported at the first access; here its absence can be reported.
         _ = path.fs
     except (ImportError, ValueError) as error:
-        raise ConfigError(f"{given}: {scheme}:// cannot be used: {error}") from error
+        raise ConfigError(f"{location}: {scheme}:// cannot be used: {error}") from error
     return path
 
 

@@ -328,12 +328,12 @@ def load_plugins(
     *,
     allow: Iterable[str] | None = None,
     strict: bool | None = None,
-    found: Iterable[EntryPoint] | None = None,
+    entry_points: Iterable[EntryPoint] | None = None,
 ) -> PluginHost:
     """Find and load all plugins.
 
     allow: entry-point names to load, default from MT_PLUGINS (unset: all). strict: raise PluginError at
-    the first problem, default from MT_PLUGINS_STRICT. found: entry points to use in place of the
+    the first problem, default from MT_PLUGINS_STRICT. entry_points: those to use in place of the
     installed ones, for tests.
 
     Raises PluginError for a name in the list that no installed plugin has; with strict=False the host keeps it for
@@ -347,7 +347,7 @@ def load_plugins(
         strict = os.environ.get(STRICT_VARIABLE, "") not in ("", "0")
     host = PluginHost(strict=strict)
     allowed = None if allow is None else set(allow)
-    candidates = _installed() if found is None else [_describe(entry_point) for entry_point in found]
+    candidates = _installed() if entry_points is None else [_describe(entry_point) for entry_point in entry_points]
     host.unknown_names = _unknown_names(allowed, candidates)
     if checks_names:
         host.require_known_names()

@@ -8,7 +8,7 @@ from importlib.metadata import PackageNotFoundError, version
 
 def installed_versions(distributions: Iterable[str]) -> dict[str, str]:
     """Distribution -> version, of those that are installed."""
-    return {name: found for name in distributions if (found := _version(name)) is not None}
+    return {name: installed_version for name in distributions if (installed_version := _version(name)) is not None}
 
 
 def _version(distribution: str) -> str | None:

@@ -19,7 +19,7 @@ from mt_core.nn.layout import ParameterLayout, parameter_layouts
 from mt_core.optim.master_weights import MasterWeights
 from mt_core.parallel.context import ParallelContext
 from mt_core.tensor_slice import TensorSlice
-from mt_core.train.checkpoint.local_shards import LocalShard, given
+from mt_core.train.checkpoint.local_shards import LocalShard, identity
 
 Slices = Mapping[str, tuple[TensorSlice, ...]]
 """Weight -> the canonical slices that a rank has."""
@@ -136,7 +136,7 @@ def _trained_fragments(
 ) -> Iterator[Fragment]:
     for name, layout in layouts.items():
         slices, part = weights.owned_weight(name)
-        yield from LocalShard(name, layout, part.dtype, slices, partial(given, part)).fragments(ctx)
+        yield from LocalShard(name, layout, part.dtype, slices, partial(identity, part)).fragments(ctx)
 
 
 def _fragments(model: nn.Module, ctx: ParallelContext) -> Iterator[Fragment]:
@@ -144,7 +144,7 @@ def _fragments(model: nn.Module, ctx: ParallelContext) -> Iterator[Fragment]:
     for name, parameter in model.named_parameters():
         part = parameter.detach()
         whole = [TensorSlice.whole(tuple(part.shape))]
-        yield from LocalShard(name, layouts[name], part.dtype, whole, partial(given, part)).fragments(ctx)
+        yield from LocalShard(name, layouts[name], part.dtype, whole, partial(identity, part)).fragments(ctx)
 
 
 def _slices(fragments: Iterable[Fragment]) -> Slices:

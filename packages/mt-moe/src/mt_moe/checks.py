@@ -155,20 +155,20 @@ def _check_zero_experts(moe: MoeConfig) -> None:
     """Raise ConfigError for what experts that return the token cannot be combined with."""
     if not moe.moe_num_zero_experts:
         return
-    given = f"{PREFIX}.moe_num_zero_experts={moe.moe_num_zero_experts}"
+    setting = f"{PREFIX}.moe_num_zero_experts={moe.moe_num_zero_experts}"
     excluded = (
         "moe_router_num_groups", "moe_expert_capacity_factor", "moe_router_hash_layers", "moe_latent_size",
         "moe_apply_probs_on_input",
     )  # fmt: skip
     for key in excluded:
         if value := getattr(moe, key):
-            raise ConfigError(f"{given} cannot be combined with {PREFIX}.{key}={value}; leave one of the two out")
+            raise ConfigError(f"{setting} cannot be combined with {PREFIX}.{key}={value}; leave one of the two out")
     if moe.uses_sinkhorn:
-        raise ConfigError(f"{given} cannot be combined with {PREFIX}.moe_router_load_balancing_type=['sinkhorn']")
+        raise ConfigError(f"{setting} cannot be combined with {PREFIX}.moe_router_load_balancing_type=['sinkhorn']")
     if moe.moe_token_dispatcher_type == "flex":
         raise ConfigError(
-            f"{given} cannot be combined with {PREFIX}.moe_token_dispatcher_type=flex, whose buffers have a column for "
-            "each expert with matrices; use alltoall or allgather"
+            f"{setting} cannot be combined with {PREFIX}.moe_token_dispatcher_type=flex, whose buffers have a column "
+            "for each expert with matrices; use alltoall or allgather"
         )
 
 
@@ -181,8 +181,8 @@ def _check_groups(moe: MoeConfig) -> None:
             )
         return
     if groups is None or chosen is None:
-        given, missing = ("num_groups", "group_topk") if chosen is None else ("group_topk", "num_groups")
-        raise ConfigError(f"{PREFIX}.moe_router_{given} is set; set {PREFIX}.moe_router_{missing} too")
+        present, missing = ("num_groups", "group_topk") if chosen is None else ("group_topk", "num_groups")
+        raise ConfigError(f"{PREFIX}.moe_router_{present} is set; set {PREFIX}.moe_router_{missing} too")
     must_divide(f"{PREFIX}.moe_router_num_groups", groups, f"{PREFIX}.num_experts", moe.num_experts)
     size = moe.num_experts // groups
     if chosen > groups:

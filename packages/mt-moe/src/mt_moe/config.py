@@ -122,8 +122,8 @@ class MoeConfig(Section):
     @property
     def balance_coefficients(self) -> dict[str, float]:
         """Balance loss -> its coefficient. The lengths agree once checked."""
-        given = self.moe_aux_loss_coeff
-        coefficients = given if given is not None else [DEFAULT_COEFFICIENT] * len(self.loss_types)
+        configured = self.moe_aux_loss_coeff
+        coefficients = configured if configured is not None else [DEFAULT_COEFFICIENT] * len(self.loss_types)
         return dict(zip(self.loss_types, coefficients, strict=True))
 
     @property

@@ -33,19 +33,19 @@ class History:
 
 def read_history(path: Path, metric: str) -> History:
     """The lines of a metrics.jsonl. Raises DataError when it has no such metric."""
-    found: dict[tuple[int, int], float] = {}
+    values: dict[tuple[int, int], float] = {}
     names: set[str] = set()
     for step, name, value in _entries(path):
-        layer, own = name
-        names.add(own)
-        if own == metric:
-            found[layer, step] = value
-    if not found:
+        layer, metric_name = name
+        names.add(metric_name)
+        if metric_name == metric:
+            values[layer, step] = value
+    if not values:
         known = f"it has {', '.join(sorted(names))}" if names else "it has none of a mixture of experts"
         raise DataError(f"{path}: no metric moe/layer_N/{metric}{did_you_mean(metric, names)}; {known}")
-    layers = sorted({layer for layer, _ in found})
-    steps = sorted({step for _, step in found})
-    return History(metric, layers, steps, [[found.get((layer, step)) for step in steps] for layer in layers])
+    layers = sorted({layer for layer, _ in values})
+    steps = sorted({step for _, step in values})
+    return History(metric, layers, steps, [[values.get((layer, step)) for step in steps] for layer in layers])
 
 
 def _entries(path: Path) -> Iterator[tuple[int, tuple[int, str], float]]:

@@ -57,10 +57,10 @@ def share_tokens(x: Tensor, ctx: ParallelContext) -> TokenShare:
     if ctx.sequence_parallel:
         total *= ctx.tp.size
     elif ctx.tp.size > 1:
-        _, size, own = _slice_of_rank(len(tokens), ctx.tp)
+        _, size, count = _slice_of_rank(len(tokens), ctx.tp)
         # Padded to equal slices for the all-gather of the backward pass; the padding is cut off again and routed
         # nowhere.
-        tokens = split_to(_fill(tokens, size * ctx.tp.size), 0, ctx.tp)[:own]
+        tokens = split_to(_fill(tokens, size * ctx.tp.size), 0, ctx.tp)[:count]
     # Data-parallel ranks have other micro-batches and are not among them.
     axes = tuple(axis for axis in (ctx.tp, ctx.cp) if axis.size > 1)
     return TokenShare(tokens, own_tokens(sequence, ctx), batch, total, axes)

@@ -70,27 +70,29 @@ class Upcycling:
     def options(self, ffn_size: int) -> dict[str, Any]:
         """`model.moe` of the new model. Raises ConfigError."""
         self.check(ffn_size)
-        own: dict[str, Any] = {
+        settings: dict[str, Any] = {
             "num_experts": self.num_experts,
             "moe_router_topk": self.experts_of_token,
             "moe_ffn_hidden_size": ffn_size // self.granularity,
             "moe_router_bias": False,
         }
         if self.granularity > 1:
-            own["moe_router_topk_scaling_factor"] = float(self.granularity)
+            settings["moe_router_topk_scaling_factor"] = float(self.granularity)
         if self.experts_of_token == 1:
             # The softmax of one logit is 1 and has no gradient; a sigmoid would not be 1.
             raise ConfigError("topk=1 leaves the router no weight that adds up to 1 and has a gradient; use 2 or more")
-        if given := sorted({*own, "moe_router_topk_scaling_factor"} & set(self.moe)):
-            raise ConfigError(f"model.moe.{given[0]}={self.moe[given[0]]} is what upcycling sets itself; leave it out")
-        config = read_moe_config({**own, **self.moe})
+        if conflicts := sorted({*settings, "moe_router_topk_scaling_factor"} & set(self.moe)):
+            raise ConfigError(
+                f"model.moe.{conflicts[0]}={self.moe[conflicts[0]]} is what upcycling sets itself; leave it out"
+            )
+        config = read_moe_config({**settings, **self.moe})
         for key, allowed in ALLOWED.items():
             if getattr(config, key) != allowed:
                 raise ConfigError(
                     f"model.moe.{key}={getattr(config, key)} changes what the model computes; to start where the "
                     f"dense one stands it has to be {allowed}"
                 )
-        return {**own, **self.moe}
+        return {**settings, **self.moe}
 
 
 ALLOWED: Mapping[str, Any] = {
@@ -157,21 +159,21 @@ class UpcycledReader:
 
     def _named(self) -> Mapping[str, str]:
         """Name in the MoE model -> the dense tensor it is derived from (for a router: the one that gives its dtype)."""
-        found: dict[str, str] = {}
+        sources: dict[str, str] = {}
         for name in self.dense.shapes():
             if not name.startswith(MODEL):
                 continue
             layer, dense, rest = name.partition(".mlp.linear_fc")
             if not dense:
-                found[name] = name
+                sources[name] = name
                 continue
-            found[f"{layer}.mlp.experts.linear_fc{rest}"] = name
+            sources[f"{layer}.mlp.experts.linear_fc{rest}"] = name
             # One router for each feed-forward.
             if rest == "1.weight":
-                found[layer + ROUTER] = name
-        if not any(name.endswith(ROUTER) for name in found):
+                sources[layer + ROUTER] = name
+        if not any(name.endswith(ROUTER) for name in sources):
             raise CheckpointError("the checkpoint has no dense feed-forward (decoder.layers.N.mlp.linear_fc1.weight)")
-        return found
+        return sources
 
     def _shape(self, name: str, dense: tuple[int, ...]) -> tuple[int, ...]:
         experts, grain = self.upcycling.num_experts, self.upcycling.granularity

@@ -199,10 +199,10 @@ def _require_negatives(questions: Sequence[TrainingQuestion], rules: NegativeRul
     hard = max(len(question.hard_negatives) for question in questions)
     other = max(len(question.negatives) for question in questions)
     if rules.is_shuffled:
-        found = {"train_hard_neg": (rules.hard, hard + other)}
+        limits = {"train_hard_neg": (rules.hard, hard + other)}
     else:
-        found = {"val_av_rank_hard_neg": (rules.hard, hard), "val_av_rank_other_neg": (rules.other, other)}
-    for key, (wanted, most) in found.items():
+        limits = {"val_av_rank_hard_neg": (rules.hard, hard), "val_av_rank_other_neg": (rules.other, other)}
+    for key, (wanted, most) in limits.items():
         if wanted > most:
             raise DataError(
                 f"data.{key}={wanted}, and no question of {name} has more than {most} such negatives; set it to {most}"

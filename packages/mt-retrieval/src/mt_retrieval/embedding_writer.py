@@ -45,13 +45,13 @@ def embed_evidence(
     shards = ShardWriter(encoder, evidence, folder, read_record(folder / MANIFEST, Manifest).job)
     # Shards are dealt to replicas; a shard's batches are its own, so that its bytes do not depend on the number of
     # ranks.
-    own = range(encoder.ctx.dp.rank, shards.job.num_shards, encoder.ctx.dp.size)
-    done, total = 0, sum(len(shards.job.rows_of(shard)) for shard in own)
+    rank_shards = range(encoder.ctx.dp.rank, shards.job.num_shards, encoder.ctx.dp.size)
+    done, total = 0, sum(len(shards.job.rows_of(shard)) for shard in rank_shards)
 
     def on_rows(rows: int) -> None:
         on_progress(done + rows, total)
 
-    for shard in own:
+    for shard in rank_shards:
         # The ranks of a replica decide the same: a shard is written after its collective computation.
         if not shards.is_written(shard):
             shards.write(shard, on_rows)
@@ -161,8 +161,8 @@ class ShardWriter:
             batch = order[first : first + self.job.batch_size]
             parts.append(self.encoder.vectors([sequences[number] for number in batch], "document"))
             on_rows(first + len(batch))
-        found = np.concatenate(parts)
-        return found[np.argsort(order, kind="stable")]
+        vectors = np.concatenate(parts)
+        return vectors[np.argsort(order, kind="stable")]
 
     def _record(self, shard: int) -> Shard:
         return read_record(self._record_path(shard), Shard)

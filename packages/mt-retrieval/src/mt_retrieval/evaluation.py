@@ -43,8 +43,8 @@ def measure_recall(
 ) -> Recall:
     """rows: [questions, k] of the evidence, the best first; -1 is no passage."""
     hits = np.full(len(questions), -1)
-    for number, (question, found) in enumerate(zip(questions, rows, strict=True)):
-        hits[number] = _first_hit(question, found, evidence, match)
+    for number, (question, candidates) in enumerate(zip(questions, rows, strict=True)):
+        hits[number] = _first_hit(question, candidates, evidence, match)
         on_progress(number + 1, len(questions))
     return Recall(hits)
 

@@ -30,17 +30,17 @@ def mine_negatives(
     """
     asked = read_training_questions(questions)
     # More than are kept: candidates with an answer, and positives, are left out below.
-    found = retriever.find([one.question for one in asked], count * CANDIDATES, on_progress)
+    result = retriever.find([question.question for question in asked], count * CANDIDATES, on_progress)
     records, total = [], 0
-    for one, rows, scores in zip(asked, found.rows.tolist(), found.scores.tolist(), strict=True):
+    for question, rows, scores in zip(asked, result.rows.tolist(), result.scores.tolist(), strict=True):
         candidates = (
             ScoredPassage(score, row, retriever.evidence.passage(row))
             for row, score in zip(rows, scores, strict=True)
             if row >= 0
         )
-        negatives = list(_first(candidates, one, count))
+        negatives = list(_first(candidates, question, count))
         total += len(negatives)
-        records.append(_record(one, negatives))
+        records.append(_record(question, negatives))
     write_whole(target, json.dumps(records, ensure_ascii=False, indent=1).encode())
     return total
 
@@ -70,12 +70,12 @@ def _record(question: TrainingQuestion, negatives: Iterable[ScoredPassage]) -> d
         "negative_ctxs": [_context(negative) for negative in question.negatives],
         "hard_negative_ctxs": [
             {
-                "title": one.passage.title,
-                "text": one.passage.text,
-                "score": one.score,
-                "passage_id": str(one.passage.id),
+                "title": negative.passage.title,
+                "text": negative.passage.text,
+                "score": negative.score,
+                "passage_id": str(negative.passage.id),
             }
-            for one in negatives
+            for negative in negatives
         ],
     }
 

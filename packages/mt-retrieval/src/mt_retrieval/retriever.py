@@ -69,14 +69,14 @@ class Retriever:
 
     def search(self, questions: Sequence[str], k: int) -> list[list[ScoredPassage]]:
         """The k best passages of each question, the best first."""
-        found = self.find(questions, k)
+        result = self.find(questions, k)
         return [
             [
                 ScoredPassage(float(score), int(row), self.evidence.passage(int(row)))
                 for score, row in zip(scores, rows, strict=True)
                 if row >= 0
             ]
-            for scores, rows in zip(*found, strict=True)
+            for scores, rows in zip(*result, strict=True)
         ]
 
     def find(
@@ -101,12 +101,12 @@ def find_in_batches(
     # faiss would fill up with -1.
     k = min(k, len(index))
     # For no questions: shapes stay [0, k].
-    found = [SearchResult(np.zeros((0, k), np.float32), np.zeros((0, k), np.int64))]
+    results = [SearchResult(np.zeros((0, k), np.float32), np.zeros((0, k), np.int64))]
     for first in range(0, count, BATCH):
         end = min(first + BATCH, count)
-        found.append(index.search(require_width(vectors(first, end), index), k))
+        results.append(index.search(require_width(vectors(first, end), index), k))
         on_progress(end, count)
-    return SearchResult(*map(np.concatenate, zip(*found, strict=True)))
+    return SearchResult(*map(np.concatenate, zip(*results, strict=True)))
 
 
 def require_width(questions: NDArray[np.float32], index: Index) -> NDArray[np.float32]:
@@ -141,13 +141,13 @@ def require_evidence(index: Index, evidence: Evidence) -> None:
         )
 
 
-def require_same(what: str, origin: Origin, found: str, path: str) -> None:
-    """found: the SHA-256 of what is at `path`. Raises ConfigError unless it is the one that was embedded."""
-    if found != origin.sha256:
+def require_same(what: str, origin: Origin, sha256: str, path: str) -> None:
+    """sha256: of what is at `path`. Raises ConfigError unless it is the one that was embedded."""
+    if sha256 != origin.sha256:
         option = "--checkpoint" if what == "encoder" else "--evidence"
         raise ConfigError(
             f"the index is of another {what}: SHA-256 {origin.sha256[:16]}... ({origin.path}), and {path} has "
-            f"{found[:16]}...; give the {what} of the index with {option}, or embed the evidence again"
+            f"{sha256[:16]}...; give the {what} of the index with {option}, or embed the evidence again"
         )
 
 
@@ -164,8 +164,8 @@ class IndexRetriever:
     options: Mapping[str, str]
 
     def passages(self, questions: Sequence[str], k: int) -> list[list[tuple[str, str]]]:
-        found = self.retriever.search(questions, k)
-        return [[(one.passage.title, one.passage.text) for one in passages] for passages in found]
+        results = self.retriever.search(questions, k)
+        return [[(scored.passage.title, scored.passage.text) for scored in passages] for passages in results]
 
     def description(self) -> Mapping[str, str]:
         return {"retriever": "index", **self.options, "evidence_hash": self.retriever.evidence.fingerprint()}

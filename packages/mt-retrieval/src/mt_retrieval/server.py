@@ -41,8 +41,8 @@ def create_app(retriever: Retriever, options: ServerOptions) -> FastAPI:
     async def search(body: SearchBody) -> dict[str, Any]:
         # The encoder and the index are not made for several threads; the lock also bounds the memory of a search.
         async with one_at_a_time:
-            found = await asyncio.to_thread(retriever.search, body.questions, body.top_k)
-        return {"results": [[passage.as_record() for passage in passages] for passages in found]}
+            results = await asyncio.to_thread(retriever.search, body.questions, body.top_k)
+        return {"results": [[passage.as_record() for passage in passages] for passages in results]}
 
     async def health() -> dict[str, Any]:
         return {"status": "ok", "passages": len(retriever.index), "index": retriever.index.kind}

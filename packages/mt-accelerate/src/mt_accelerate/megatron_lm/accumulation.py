@@ -119,8 +119,8 @@ class ProgramStep(_StepOfCalls):
             return self._over_ranks(part) / scale
         # Programs multiply by the number of processes, for the mean that DistributedDataParallel takes.
         part, scale = self._run(batch, num_items * self.engine.ctx.dp.size, 1.0)
-        own = sum_on_device(sum_on_device(part, self.engine.ctx.cp), self.engine.ctx.pp)
-        return float(own.item()) / scale * self.engine.ctx.dp.size
+        loss_sum = sum_on_device(sum_on_device(part, self.engine.ctx.cp), self.engine.ctx.pp)
+        return float(loss_sum.item()) / scale * self.engine.ctx.dp.size
 
     def scaled_by(self, factor: float) -> None:
         """factor: of a loss, as `backward` found it."""

@@ -159,7 +159,10 @@ def dataset_iterators(model: MegatronEngine, host: PluginHost) -> list[Iterator[
 def _configured(engine: Engine, host: PluginHost) -> list[Dataset | None]:
     config, tokenizer = engine.config, engine.tokenizer
     later = [building.build_datasets(config, tokenizer, split, host) for split in ("valid", "test")]
-    return [building.build_train_data(config, tokenizer, host), *(next(iter(one.values()), None) for one in later)]
+    return [
+        building.build_train_data(config, tokenizer, host),
+        *(next(iter(datasets.values()), None) for datasets in later),
+    ]
 
 
 def _provided(engine: Engine, provider: Any) -> list[Dataset | None]:
@@ -200,4 +203,7 @@ def _batches(engine: Engine, dataset: Dataset, steps: Iterable[tuple[int, int]])
     for batch in engine.read_batches(dataset, steps):
         names = batch.micro_batches[0]
         # The engine cuts the rows into the same micro-batches again when the program calls the model with them.
-        yield {name: torch.cat([torch.from_numpy(one[name]) for one in batch.micro_batches]) for name in names}
+        yield {
+            name: torch.cat([torch.from_numpy(micro_batch[name]) for micro_batch in batch.micro_batches])
+            for name in names
+        }

@@ -109,8 +109,8 @@ class ScheduledGroup(dict[str, Any]):
             "step; leave the scheduler out, and the rate is the one that the program has set"
         )
 
-    def update(self, *given: Any, **values: Any) -> None:
-        for name, value in dict(*given, **values).items():
+    def update(self, *args: Any, **values: Any) -> None:
+        for name, value in dict(*args, **values).items():
             self[name] = value
 
 
@@ -203,11 +203,11 @@ def require_all_trained(model: nn.Module, groups: Groups) -> None:
 def shortened(names: set[str], others: Iterable[str]) -> list[str]:
     """The names with * for the number of a layer, where that has no other name."""
     kept = list(others)
-    found = []
+    patterns = []
     for name in names:
         pattern = re.sub(r"\.\d+\.", ".*.", name)
-        found.append(name if any(matches(other, [pattern]) for other in kept) else pattern)
-    return sorted(set(found))
+        patterns.append(name if any(matches(other, [pattern]) for other in kept) else pattern)
+    return sorted(set(patterns))
 
 
 def _converted(model: Any, marked: set[int], host: PluginHost) -> dict[str, Tensor]:

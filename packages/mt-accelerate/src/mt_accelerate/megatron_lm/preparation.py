@@ -53,7 +53,7 @@ class Prepared:
         schedulers = [value for value in others if value not in optimizers and _is_scheduler(value)]
         _require_one("model", models)
         _require_one("optimizer", optimizers)
-        _require_no_more(schedulers[1:] + [one for one in others if one not in (*optimizers, *schedulers)])
+        _require_no_more(schedulers[1:] + [other for other in others if other not in (*optimizers, *schedulers)])
         _require_same_optimizer(next(iter(schedulers), None), optimizers[0])
         _require_data(loaders, dummies)
         if not hasattr(getattr(models[0], "config", None), "to_dict"):
@@ -65,14 +65,14 @@ def _is_scheduler(value: Any) -> bool:
     return isinstance(value, MegatronLMDummyScheduler) or (hasattr(value, "step") and hasattr(value, "get_last_lr"))
 
 
-def _require_one(kind: str, found: list[Any]) -> None:
-    if len(found) != 1:
-        raise ConfigError(f"prepare needs one {kind} with Megatron-LM, and was given {len(found)}")
+def _require_one(kind: str, objects: list[Any]) -> None:
+    if len(objects) != 1:
+        raise ConfigError(f"prepare needs one {kind} with Megatron-LM, and was given {len(objects)}")
 
 
-def _require_no_more(found: list[Any]) -> None:
-    if found:
-        raise ConfigError(f"prepare cannot take this {type(found[0]).__name__} beside the others")
+def _require_no_more(objects: list[Any]) -> None:
+    if objects:
+        raise ConfigError(f"prepare cannot take this {type(objects[0]).__name__} beside the others")
 
 
 def _require_same_optimizer(scheduler: Any, optimizer: Any) -> None:
@@ -86,7 +86,7 @@ def _require_same_optimizer(scheduler: Any, optimizer: Any) -> None:
 
 
 def _require_data(loaders: list[DataLoader[Any]], dummies: list[MegatronLMDummyDataLoader]) -> None:
-    if dummies and (len(dummies) != 3 or len({id(one) for one in dummies}) != 1 or loaders):
+    if dummies and (len(dummies) != 3 or len({id(dummy) for dummy in dummies}) != 1 or loaders):
         raise ConfigError("give one MegatronLMDummyDataLoader three times: for training, validation and test")
     if not dummies and not loaders:
         raise ConfigError("prepare needs a DataLoader beside the model: its batch_size is the micro-batch's")

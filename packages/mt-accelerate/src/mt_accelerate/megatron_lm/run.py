@@ -62,36 +62,38 @@ class MegatronRun:
     def prepare(self, accelerator: Any, objects: Sequence[Any]) -> list[Any]:
         if self._model is not None:
             raise ConfigError("an Accelerator prepares one model, and this one has one; make another Accelerator")
-        given = Prepared.of(tuple(objects))
+        parts = Prepared.of(tuple(objects))
         program = torch.get_rng_state()  # the engine seeds torch's generator for dropout
-        engine = build_engine(given, self.state, accelerator, self._host)
+        engine = build_engine(parts, self.state, accelerator, self._host)
         engine.random = EngineRandom(program)
         engine.gradients = self.gradients
         self._model = engine
         # For the functions of accelerate.utils, which programs call without a model.
         RANKS.set(engine.engine.ctx.dp)
         # By identity: objects are returned in the order in which they were given, and modules have no useful equality.
-        prepared: dict[int, Any] = {id(given.model): engine}
-        followed = None if isinstance(given.scheduler, MegatronLMDummyScheduler) else given.optimizer
+        prepared: dict[int, Any] = {id(parts.model): engine}
+        followed = None if isinstance(parts.scheduler, MegatronLMDummyScheduler) else parts.optimizer
         optimizer = MegatronLMOptimizerWrapper(engine.engine, self._end_step, self._drop_step, followed)
-        engine.optimizer_wrapper = prepared[id(given.optimizer)] = optimizer
+        engine.optimizer_wrapper = prepared[id(parts.optimizer)] = optimizer
         if followed is not None:
             engine.follow(followed)
-        if is_ordinary(given.scheduler):
+        if is_ordinary(parts.scheduler):
             self._scheduler = OrdinaryScheduler(
-                given.scheduler, self.gradients, data_parallel_ranks().size, lambda: optimizer.step_was_skipped
+                parts.scheduler, self.gradients, data_parallel_ranks().size, lambda: optimizer.step_was_skipped
             )
-            prepared[id(given.scheduler)] = self._scheduler
-        elif given.scheduler is not None:
-            prepared[id(given.scheduler)] = MegatronLMSchedulerWrapper(engine.engine)
-        self._loaders = [DataParallelLoader(loader, engine.engine, self.gradients) for loader in given.loaders]
-        prepared |= {id(loader): found for loader, found in zip(given.loaders, self._loaders, strict=True)}
+            prepared[id(parts.scheduler)] = self._scheduler
+        elif parts.scheduler is not None:
+            prepared[id(parts.scheduler)] = MegatronLMSchedulerWrapper(engine.engine)
+        self._loaders = [DataParallelLoader(loader, engine.engine, self.gradients) for loader in parts.loaders]
+        prepared |= {
+            id(loader): prepared_loader for loader, prepared_loader in zip(parts.loaders, self._loaders, strict=True)
+        }
         results = [prepared.get(id(value), value) for value in objects]
-        if given.dummy is not None:
+        if parts.dummy is not None:
             self._iterators = dataset_iterators(engine, self._host)
             iterators = iter(self._iterators)
             # The one dummy stands three times, for training, validation and test in this order.
-            results = [next(iterators) if value is given.dummy else value for value in results]
+            results = [next(iterators) if value is parts.dummy else value for value in results]
         return results
 
     @property
@@ -103,7 +105,7 @@ class MegatronRun:
     # -- in the loop ------------------------------------------------------------------------------
 
     @contextmanager
-    def accumulate(self, *given: Any) -> Iterator[None]:
+    def accumulate(self, *models: Any) -> Iterator[None]:
         gradients = self.gradients
         at_end = gradients.sync_with_dataloader and gradients.end_of_dataloader
         self._batches = 0 if at_end else self._batches + 1
@@ -227,7 +229,7 @@ class MegatronRun:
         """Raises ConfigError for a method of the facade that needs the program's own modules."""
         raise ConfigError(f"{name} is for programs without the plugin: with Megatron-LM the model's call is the step")
 
-    def prepare_model(self, *given: Any, **options: Any) -> nn.Module:
+    def prepare_model(self, *args: Any, **options: Any) -> nn.Module:
         return self.refuse("prepare_model")
 
 

@@ -59,11 +59,11 @@ def schedule_sections(plugin: MegatronLMPlugin, scheduler: Any, dp_size: int, st
 
 
 def _require_no_schedule(plugin: MegatronLMPlugin) -> None:
-    given = [name for name in plugin.changed() if name.startswith("lr_") or name == "min_lr"]
-    if given:
+    schedule_options = [name for name in plugin.changed() if name.startswith("lr_") or name == "min_lr"]
+    if schedule_options:
         raise ConfigError(
-            f"MegatronLMPlugin has {', '.join(given)}, and prepare was given no MegatronLMDummyScheduler, which "
-            "they belong to; give MegatronLMDummyScheduler(optimizer, total_num_steps=...)"
+            f"MegatronLMPlugin has {', '.join(schedule_options)}, and prepare was given no MegatronLMDummyScheduler, "
+            "which they belong to; give MegatronLMDummyScheduler(optimizer, total_num_steps=...)"
         )
 
 
@@ -76,8 +76,8 @@ def _length(plugin: MegatronLMPlugin, total: int | None) -> dict[str, int]:
 
 def _warmup(plugin: MegatronLMPlugin, steps: int) -> dict[str, Any]:
     names = ("lr_warmup_iters", "lr_warmup_samples", "lr_warmup_fraction")
-    given = {name: getattr(plugin, name) for name in names if getattr(plugin, name) is not None}
-    return given or ({"lr_warmup_iters": steps} if steps else {})
+    options = {name: getattr(plugin, name) for name in names if getattr(plugin, name) is not None}
+    return options or ({"lr_warmup_iters": steps} if steps else {})
 
 
 def _decay(plugin: MegatronLMPlugin) -> dict[str, Any]:

@@ -49,7 +49,9 @@ class StepLoss:
         reports, self.reports = self.reports, []
         names = reports[0] if reports else ()
         # Empty on stages without the loss.
-        return {name: torch.stack([torch.as_tensor(one[name]).float() for one in reports]).mean() for name in names}
+        return {
+            name: torch.stack([torch.as_tensor(report[name]).float() for report in reports]).mean() for name in names
+        }
 
 
 class ComputedOutput:
@@ -74,10 +76,10 @@ class ComputedOutput:
         return (result, self.output.binary_logits) if hasattr(self.output, "binary_logits") else result
 
     def _require_same(self, inputs: tuple[Any, ...]) -> None:
-        given = self.batch.get("tokens", self.batch.get("encoder_tokens"))
+        tokens = self.batch.get("tokens", self.batch.get("encoder_tokens"))
         # Waits for the device, in custom steps only. Without it a step that
         # changes the tokens would silently have no effect.
-        if inputs and given is not None and not torch.equal(inputs[0], given):
+        if inputs and tokens is not None and not torch.equal(inputs[0], tokens):
             raise ConfigError(
                 "a custom forward step calls the model with other tokens than its get_batch returns; the model has run "
                 "on those of get_batch when the step is called"

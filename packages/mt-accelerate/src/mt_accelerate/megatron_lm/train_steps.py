@@ -258,8 +258,8 @@ def _family_step(config: Config, host: PluginHost) -> type[AbstractTrainStep]:
 
 def batch_function(handler: AbstractTrainStep, plugin: MegatronLMPlugin, accelerator: Any) -> GetBatch:
     """The program's own, else that of the step."""
-    given: GetBatch | None = plugin.custom_get_batch_function
-    return given or _called(handler.get_batch_func, accelerator, plugin.megatron_dataset_flag)
+    get_batch: GetBatch | None = plugin.custom_get_batch_function
+    return get_batch or _called(handler.get_batch_func, accelerator, plugin.megatron_dataset_flag)
 
 
 def _called(method: Callable[..., Any], *arguments: Any) -> Any:

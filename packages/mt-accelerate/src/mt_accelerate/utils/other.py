@@ -131,9 +131,9 @@ def compare_versions(library_or_version: str | Version, operation: str, requirem
     """Raises ValueError for another operation than those of versions."""
     if operation not in COMPARISONS:
         raise ValueError(f"operation {operation!r}; it can be {', '.join(COMPARISONS)}")
-    found = library_or_version
-    version = found if isinstance(found, Version) else Version(importlib.metadata.version(found))
-    return bool(getattr(operator, COMPARISONS[operation])(version, Version(requirement_version)))
+    if isinstance(library_or_version, str):
+        library_or_version = Version(importlib.metadata.version(library_or_version))
+    return bool(getattr(operator, COMPARISONS[operation])(library_or_version, Version(requirement_version)))
 
 
 def is_torch_version(operation: str, version: str) -> bool:
@@ -150,8 +150,8 @@ def is_fp16_available() -> bool:
 
 def is_port_in_use(port: int | str | None = None) -> bool:
     """Whether a port of this machine is taken; default 29500."""
-    with socket.socket() as one:
-        return one.connect_ex(("localhost", int(port or 29500))) == 0
+    with socket.socket() as connection:
+        return connection.connect_ex(("localhost", int(port or 29500))) == 0
 
 
 def listify(value: Any) -> Any:

@@ -27,9 +27,9 @@ def set_seed(seed: int, device_specific: bool = False, deterministic: bool = Fal
 
 
 def _from_first(state: Callable[[], torch.Tensor]) -> torch.Tensor:
-    found = from_first_rank(state() if is_first_rank() else None)
-    assert found is not None  # the first rank has one
-    return found
+    first_state = from_first_rank(state() if is_first_rank() else None)
+    assert first_state is not None  # the first rank has one
+    return first_state
 
 
 def synchronize_rng_state(rng_type: str | None = None, generator: torch.Generator | None = None) -> None:
@@ -48,5 +48,5 @@ def synchronize_rng_state(rng_type: str | None = None, generator: torch.Generato
 
 def synchronize_rng_states(rng_types: Sequence[str], generator: torch.Generator | None = None) -> None:
     """The first rank's states of the generators that are named (torch, cuda, generator), on every rank. Collective."""
-    for one in rng_types:
-        synchronize_rng_state(str(one), generator)
+    for rng_type in rng_types:
+        synchronize_rng_state(str(rng_type), generator)

@@ -92,18 +92,18 @@ class RankSamples(IterableDataset[Any]):
     def __iter__(self) -> Iterator[Any]:
         block: list[Any] = []
         first: list[Any] = []
-        own = slice(self.ranks.rank * self.size, (self.ranks.rank + 1) * self.size)
+        rank_slice = slice(self.ranks.rank * self.size, (self.ranks.rank + 1) * self.size)
         for sample in self.dataset:
             block.append(sample)
             if len(block) == self.size * self.ranks.size:
-                yield from block[own]
+                yield from block[rank_slice]
                 first, block = first or block, []
         if block and not self.drop_last:
             # Filled up from the beginning, so that every rank has as many batches.
             source = first or list(block)
             while len(block) < self.size * self.ranks.size:
                 block += source[: self.size * self.ranks.size - len(block)]
-            yield from block[own]
+            yield from block[rank_slice]
 
 
 class PreparedLoader:
@@ -214,7 +214,7 @@ class PreparedLoader:
         self._skip = 0
 
     def _numbered(self) -> Iterator[tuple[int, Any]]:
-        return (one for one in enumerate(self._loader) if one[0] >= self._skip)
+        return (pair for pair in enumerate(self._loader) if pair[0] >= self._skip)
 
     def _on_device(self, batch: Any) -> Any:
         if self.device is None:

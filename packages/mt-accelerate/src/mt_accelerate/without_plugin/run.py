@@ -58,16 +58,16 @@ class OwnModules:
     def prepare(self, objects: Sequence[Any], placements: Sequence[bool]) -> list[Any]:
         """Collective. Schedulers last: they move with the optimizers."""
         placed = list(zip(objects, placements, strict=True))
-        prepared = [one if _is_scheduler(one) else self.prepare_one(one, place) for one, place in placed]
-        return [self.prepare_scheduler(one) if _is_scheduler(one) else one for one in prepared]
+        prepared = [obj if _is_scheduler(obj) else self.prepare_one(obj, place) for obj, place in placed]
+        return [self.prepare_scheduler(obj) if _is_scheduler(obj) else obj for obj in prepared]
 
-    def prepare_one(self, one: Any, place: bool) -> Any:
+    def prepare_one(self, obj: Any, place: bool) -> Any:
         """Anything else stays as it is."""
-        if isinstance(one, DataLoader):
-            return self.prepare_loader(one, place)
-        if isinstance(one, nn.Module):
-            return self.prepare_model(one, place)
-        return self.prepare_optimizer(one) if isinstance(one, Optimizer) else one
+        if isinstance(obj, DataLoader):
+            return self.prepare_loader(obj, place)
+        if isinstance(obj, nn.Module):
+            return self.prepare_model(obj, place)
+        return self.prepare_optimizer(obj) if isinstance(obj, Optimizer) else obj
 
     def prepare_model(self, model: nn.Module, place: bool, evaluation: bool = False) -> nn.Module:
         prepared = models.prepare(
@@ -79,7 +79,7 @@ class OwnModules:
             place=place,
             evaluation=evaluation,
         )
-        if all(prepared is not one for one in self.models):
+        if all(prepared is not other for other in self.models):
             self.models.append(prepared)
         return prepared
 
@@ -115,13 +115,13 @@ class OwnModules:
     # -- in the loop ------------------------------------------------------------------------------
 
     @contextmanager
-    def accumulate(self, *given: nn.Module) -> Iterator[None]:
+    def accumulate(self, *modules: nn.Module) -> Iterator[None]:
         gradients = self.gradients
         self._batches = 0 if gradients.sync_with_dataloader and gradients.end_of_dataloader else self._batches + 1
         gradients.sync_gradients = self._batches % gradients.num_steps == 0
         synchronized = gradients.sync_gradients or gradients.sync_each_batch
         with ExitStack() as stack:
-            for model in given:
+            for model in modules:
                 stack.enter_context(nullcontext() if synchronized else self.no_sync(model))
             yield
 
@@ -146,9 +146,9 @@ class OwnModules:
         finally:
             model.require_backward_grad_sync = before
 
-    def join(self, given: Sequence[nn.Module], even_batches: bool | None) -> Any:
+    def join(self, joinables: Sequence[nn.Module], even_batches: bool | None) -> Any:
         """Ranks with fewer batches take part in the reductions of the others."""
-        joined: list[Any] = [model for model in given if isinstance(model, DistributedDataParallel)]
+        joined: list[Any] = [model for model in joinables if isinstance(model, DistributedDataParallel)]
         return self._uneven(Join(joined) if joined else nullcontext(), even_batches)
 
     @contextmanager
@@ -175,8 +175,8 @@ class OwnModules:
         chosen = self.optimizers if optimizer is None else optimizer if isinstance(optimizer, list) else [optimizer]
         if self.scaler is None:
             return
-        for one in chosen:
-            self.scaler.unscale_(one.optimizer if isinstance(one, PreparedOptimizer) else one)
+        for opt in chosen:
+            self.scaler.unscale_(opt.optimizer if isinstance(opt, PreparedOptimizer) else opt)
 
     def clip_grad_norm_(self, parameters: Any, max_norm: float, norm_type: float) -> Tensor:
         self.unscale_gradients()
@@ -251,16 +251,18 @@ class OwnModules:
 
     def save_model(self, model: nn.Module, folder: str, max_shard_size: str) -> None:
         """What `from_pretrained` loads, by the module's own save_pretrained where it has one."""
-        own: Any = self.unwrap(model, True)
+        unwrapped: Any = self.unwrap(model, True)
         path = Path(folder)
 
         def write() -> None:
             path.mkdir(parents=True, exist_ok=True)
-            if hasattr(own, "save_pretrained"):
+            if hasattr(unwrapped, "save_pretrained"):
                 # Bytes, as for models of mt: a number without a unit is one of bytes there, too.
-                own.save_pretrained(path, max_shard_size=parse_bytes(max_shard_size, "save_model(max_shard_size=...)"))
+                unwrapped.save_pretrained(
+                    path, max_shard_size=parse_bytes(max_shard_size, "save_model(max_shard_size=...)")
+                )
             else:
-                checkpointing.save_models([own], path)
+                checkpointing.save_models([unwrapped], path)
 
         on_first_rank(write)
 
@@ -271,7 +273,7 @@ class OwnModules:
         """Nothing is open."""
 
 
-def _is_scheduler(one: Any) -> bool:
-    return isinstance(one, MegatronLMDummyScheduler | PreparedScheduler) or (
-        hasattr(one, "step") and hasattr(one, "get_last_lr") and not isinstance(one, Optimizer)
+def _is_scheduler(obj: Any) -> bool:
+    return isinstance(obj, MegatronLMDummyScheduler | PreparedScheduler) or (
+        hasattr(obj, "step") and hasattr(obj, "get_last_lr") and not isinstance(obj, Optimizer)
     )

@@ -77,9 +77,9 @@ def init(
         "steps": steps,
     }
     # As text, since options and typed answers go through the same checks of the questions.
-    given = {name: str(answer) for name, answer in answers.items() if answer is not None}
+    answer_texts = {name: str(answer) for name, answer in answers.items() if answer is not None}
     host = host_of(context)
-    draft = make_draft(host, _has_gpu(), given, None if yes else _ask, _tell)
+    draft = make_draft(host, _has_gpu(), answer_texts, None if yes else _ask, _tell)
     out.write_text(draft.toml(), encoding="utf-8")
     typer.echo(f"\nwritten to {out}:\n\n{draft.toml()}")
     _show_plan(draft, out, context, host)
@@ -157,9 +157,9 @@ def validate(context: typer.Context, config: ConfigPath = None, preset: Preset =
     host = host_of(context)
     loaded = load(host, config, preset, set_)
     check_names(loaded, host)
-    given = sum(not entry.startswith("preset") for entry in loaded.origins.values())
+    count = sum(not entry.startswith("preset") for entry in loaded.origins.values())
     source = f"{config or 'the configuration'}" + (f" with preset {loaded.preset}" if loaded.preset else "")
-    typer.echo(f"{source} is valid ({given} value{'s' * (given != 1)} set on top)")
+    typer.echo(f"{source} is valid ({count} value{'s' * (count != 1)} set on top)")
 
 
 # `mt config explain --num-layers`: an option of Megatron-LM is the argument here.

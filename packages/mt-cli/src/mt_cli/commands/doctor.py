@@ -36,8 +36,8 @@ def doctor(
         "plugin_problems": plugin_problems(host),
     }
     if as_json:
-        found = {"kernels": _as_dicts(kernels), "packages": _as_dicts(packages)}
-        typer.echo(json.dumps({**facts, **found}, indent=2))
+        optional = {"kernels": _as_dicts(kernels), "packages": _as_dicts(packages)}
+        typer.echo(json.dumps({**facts, **optional}, indent=2))
     else:
         _print(facts, kernels, packages)
 

@@ -128,9 +128,9 @@ def _require_known(name: str, known: list[str], presets: Collection[str]) -> Non
 def _listing(host: PluginHost, presets: list[Preset]) -> dict[str, Any]:
     shown = {preset.family for preset in presets}
     families = [
-        {"name": found.spec.name, "doc": found.spec.doc, "distribution": found.plugin.distribution}
-        for found in host[MODELS].registrations
-        if found.spec.name in shown or not presets
+        {"name": registration.spec.name, "doc": registration.spec.doc, "distribution": registration.plugin.distribution}
+        for registration in host[MODELS].registrations
+        if registration.spec.name in shown or not presets
     ]
     return {"families": families, "presets": [asdict(preset) for preset in presets]}
 

@@ -47,14 +47,14 @@ def listing(host: PluginHost, kinds: list[str]) -> dict[str, Any]:
     registrations = [
         {
             "kind": kind,
-            "name": found.spec.name,
-            "doc": found.spec.doc,
-            "plugin": found.plugin.name,
-            "distribution": found.plugin.distribution,
-            "version": found.plugin.version,
+            "name": registration.spec.name,
+            "doc": registration.spec.doc,
+            "plugin": registration.plugin.name,
+            "distribution": registration.plugin.distribution,
+            "version": registration.plugin.version,
         }
         for kind in kinds
-        for found in host.registry(kind).registrations
+        for registration in host.registry(kind).registrations
     ]
     duplicates = [
         {"kind": kind, "name": name, "plugins": [plugin.name for plugin in owners]}

@@ -194,8 +194,8 @@ def translate_arguments(
 ) -> Path:
     """What `mt import` makes of Megatron's arguments: a file in the run directory. Raises ConfigError."""
     if config is not None or preset is not None:
-        given = "--preset" if config is None else str(config)
-        raise ConfigError(f"{given} and --megatron-args both say what to train; keep one of them")
+        option = "--preset" if config is None else str(config)
+        raise ConfigError(f"{option} and --megatron-args both say what to train; keep one of them")
     path = directory / TRANSLATED
     translate = host_of(context)[COMMANDS].get("import", key="--megatron-args").app.load()
     translate(context, output=path, megatron_args=words)
@@ -231,8 +231,8 @@ def convert_checkpoint(
     keys = loaded.config.checkpoint
     load = keys.resume_from or keys.load
     # The order of training itself: a run's own checkpoint first, then resume_from, then load.
-    own = RunDirectory(directory, keys.save).find(keys.ckpt_step)
-    source = own or (find_checkpoint(load, keys.ckpt_step) if load is not None else None)
+    own_checkpoint = RunDirectory(directory, keys.save).find(keys.ckpt_step)
+    source = own_checkpoint or (find_checkpoint(load, keys.ckpt_step) if load is not None else None)
     if source is None:
         raise CheckpointError(
             f"{directory} has no checkpoint and checkpoint.load is not set: there is nothing to convert; give the "

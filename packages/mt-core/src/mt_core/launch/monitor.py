@@ -134,18 +134,21 @@ class Monitor:
         return "".join(traceback.format_stack(frame)) if frame is not None else ""
 
 
-def late_ranks(own_rank: int, own: Position, others: dict[int, Position]) -> tuple[tuple[int, ...], str]:
+def late_ranks(own_rank: int, own_position: Position, others: dict[int, Position]) -> tuple[tuple[int, ...], str]:
     """The ranks that have entered fewest phases, and a message that names them.
 
     All ranks enter the same phases in the same order, so the lowest count identifies the ranks that are behind. When
     all counts are equal, the ranks wait for one another inside the same phase, and no rank is named.
     """
-    message = f"phase {own.phase} has lasted {own.seconds:.0f} s on rank {own_rank}, more than its {own.timeout:g} s"
-    fewest = min([own.entered, *(position.entered for position in others.values())])
-    everyone = {own_rank: own, **others}
+    message = (
+        f"phase {own_position.phase} has lasted {own_position.seconds:.0f} s on rank {own_rank}, more than its "
+        f"{own_position.timeout:g} s"
+    )
+    fewest = min([own_position.entered, *(position.entered for position in others.values())])
+    everyone = {own_rank: own_position, **others}
     late = tuple(sorted(rank for rank, position in everyone.items() if position.entered == fewest))
     if len(late) == len(everyone):
-        where = f"in {own}" if own.step is not None else "in it"
+        where = f"in {own_position}" if own_position.step is not None else "in it"
         return (), f"{message}. No rank is behind: all are {where}; errors/ has the place at which each one waits"
     places = "; ".join(f"rank {rank} ({everyone[rank]}, for {everyone[rank].seconds:.0f} s)" for rank in late[:SHOWN])
     more = f" and {len(late) - SHOWN} more" if len(late) > SHOWN else ""

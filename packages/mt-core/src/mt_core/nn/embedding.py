@@ -87,19 +87,19 @@ class VocabParallelOutput(LinearModule):
         return self.multiply(x, self.weight, None, self.ctx)[..., : len(self.range)]
 
 
-def project_to_vocab(x: Tensor, weight: Tensor, own: VocabRange, ctx: ParallelContext) -> Tensor:
+def project_to_vocab(x: Tensor, weight: Tensor, id_range: VocabRange, ctx: ParallelContext) -> Tensor:
     """[B, S, H] -> [B, S, ids of this rank], the first columns of a product with all rows of the weight.
 
     Rows of padding are multiplied too, since products are slow for numbers of columns that are not aligned (50,257
     ids). What they give lies between the rows of the result in memory, and is in none of them.
     """
-    columns = len(own) if len(own) < len(weight) else None
+    columns = len(id_range) if len(id_range) < len(weight) else None
     return column_parallel_linear(x, weight, None, ctx, columns)
 
 
-def without_padding(weight: Tensor, own: VocabRange) -> Tensor:
+def without_padding(weight: Tensor, id_range: VocabRange) -> Tensor:
     """The rows of `weight` that stand for ids, the first ones; all of them as it is."""
-    return weight if len(weight) == len(own) else with_main_gradient(weight, lambda rows: rows[: len(own)])
+    return weight if len(weight) == len(id_range) else with_main_gradient(weight, lambda rows: rows[: len(id_range)])
 
 
 def gather_logits(logits: Tensor, vocab_size: int, multiple: int, ctx: ParallelContext) -> Tensor:

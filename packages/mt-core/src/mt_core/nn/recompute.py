@@ -114,10 +114,10 @@ class _Place:
 class _Discarded:
     """Keeps places in place of tensors, and makes the tensors again when the first is requested."""
 
-    def __init__(self, make: Callable[[], tuple[Tensor, ...]], made: Sequence[Tensor]) -> None:
+    def __init__(self, make: Callable[[], tuple[Tensor, ...]], results: Sequence[Tensor]) -> None:
         self._make, self._contexts = make, _contexts()[1]
         # By storage: `use` may save views of the results, such as transposes.
-        self._numbers = {tensor.untyped_storage().data_ptr(): number for number, tensor in enumerate(made)}
+        self._numbers = {tensor.untyped_storage().data_ptr(): number for number, tensor in enumerate(results)}
         self._again: tuple[Tensor, ...] | None = None
         self._packed = self._unpacked = 0
 

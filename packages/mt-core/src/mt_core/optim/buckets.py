@@ -164,9 +164,9 @@ class Bucket:
             self._gathering = self.launch_gather()
 
     def launch_gather(self) -> dist.Work | None:
-        own = self.part(self.weights)
+        part = self.part(self.weights)
         # In place as well: the input is this rank's part of the output.
-        return dist.all_gather_into_tensor(self.weights, own, group=self.axes.shard.group, async_op=True)
+        return dist.all_gather_into_tensor(self.weights, part, group=self.axes.shard.group, async_op=True)
 
     def finish_gather(self) -> None:
         if self._gathering is not None:

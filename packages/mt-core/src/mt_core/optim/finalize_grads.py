@@ -117,10 +117,10 @@ class GradFinalizer:
                 return torch.zeros((), dtype=torch.float64, device=self.ctx.device)
             return torch.linalg.vector_norm(torch.stack(blocks), dtype=torch.float64)
         squares = torch.zeros((), dtype=torch.float64, device=self.ctx.device)
-        own = [tensor for name, tensor in named if self.counts(name)]
-        if own:
+        counted = [tensor for name, tensor in named if self.counts(name)]
+        if counted:
             # Squared and summed in fp64: the square of an fp32 norm above 1.8e19 overflows fp32.
-            squares += torch.stack(norms(own)).double().square().sum()
+            squares += torch.stack(norms(counted)).double().square().sum()
         return all_reduce(squares, self.ctx.world).sqrt()
 
     def zeros(self, named: Named) -> int:

@@ -121,12 +121,12 @@ class Fp32Weights(UnshardedWeights):
 class AccumulatedWeights(UnshardedWeights):
     """Base of 16-bit training with gradients that are accumulated in fp32.
 
-    own: the optimizer's weight for each of the model's, of its shape.
+    weight_of: the optimizer's weight for each of the model's, of its shape.
     """
 
-    def __init__(self, model: nn.Module, own: Callable[[nn.Parameter], nn.Parameter]) -> None:
+    def __init__(self, model: nn.Module, weight_of: Callable[[nn.Parameter], nn.Parameter]) -> None:
         super().__init__(model)
-        self.own = {name: own(parameter) for name, parameter in trained_parameters(model)}
+        self.own = {name: weight_of(parameter) for name, parameter in trained_parameters(model)}
         self._mains: dict[str, MainGrad] = {}
         for name, parameter in trained_parameters(model):
             gradient = torch.zeros_like(self.own[name], dtype=torch.float32)

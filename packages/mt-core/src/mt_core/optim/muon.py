@@ -237,15 +237,15 @@ class Muon(FunctionalOptimizer):
     ) -> tuple[tuple[Tensor, HeadRows | None] | None, list[torch.Size]]:
         """This rank's matrix, if it has one in this round, and the shapes of all. All collectives are before any
         Newton-Schulz, as otherwise each rank would wait for those of the ranks before it."""
-        own, shapes = None, []
+        rank_matrix, shapes = None, []
         for number, (parameter, gradient, matrix) in enumerate(updates):
             # Every rank updates its shard of the momentum and takes part in the gather, whichever rank owns the matrix.
             whole = matrix.unshard(self._momentum(parameter, gradient))
             shapes.append(whole.shape)
             if team.owns(number):
-                own = whole, matrix.heads
+                rank_matrix = whole, matrix.heads
             del whole  # before the next one is allocated
-        return own, shapes
+        return rank_matrix, shapes
 
     def _momentum(self, parameter: Tensor, gradient: Tensor) -> Tensor:
         state = self.state[parameter]

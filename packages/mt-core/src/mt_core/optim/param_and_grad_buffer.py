@@ -293,12 +293,12 @@ class ParamShard:
 def shard_params(bucket: Bucket, options: BufferOptions) -> Iterator[ParamShard]:
     """Weights in fp32 or with remainders are updated in place; for others one flat fp32 copy of this rank's part is
     made."""
-    own, flat = bucket.own, bucket.part(bucket.weights)
+    owned, flat = bucket.own, bucket.part(bucket.weights)
     if not options.keeps_remainders:
         flat = flat.float()
     for slot, first, last in bucket.owned_ranges():
-        # Offset in this rank's part, which starts at own.start of the bucket.
-        begin = slot.start + first - own.start
+        # Offset in this rank's part, which starts at owned.start of the bucket.
+        begin = slot.start + first - owned.start
         run = flat[begin : begin + last - first] if last > first else flat[:0]
         shaped = run if bucket.sharded else run.view_as(slot.parameter)
         main = nn.Parameter(shaped)

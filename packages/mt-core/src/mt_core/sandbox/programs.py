@@ -78,11 +78,11 @@ class ProgramRunner:
                 )
             self.isolates = False
 
-    def map(self, function: Callable[[GivenT], FoundT], given: Iterable[GivenT]) -> Iterator[FoundT]:
+    def map(self, function: Callable[[GivenT], FoundT], inputs: Iterable[GivenT]) -> Iterator[FoundT]:
         """Results for each, in their order, `workers` at a time. A consumer that stops ends what has not begun."""
         pool = ThreadPoolExecutor(self.workers)
         try:
-            yield from pool.map(function, given)
+            yield from pool.map(function, inputs)
         finally:
             pool.shutdown(cancel_futures=True)
 
@@ -116,17 +116,17 @@ class ProgramRunner:
         # No status says that a program reached its end: it may leave with any. The secret of the run does, which is
         # read behind the program's last statement.
         secret = secrets.token_hex(16).encode()
-        (given, give), (end, ended) = os.pipe(), os.pipe()
+        (secret_reader, secret_writer), (end_reader, end_writer) = os.pipe(), os.pipe()
         try:
-            os.write(give, secret)
-            os.close(give)
-            status = self._status(file, errors, given, ended)
-            os.set_blocking(end, False)
+            os.write(secret_writer, secret)
+            os.close(secret_writer)
+            status = self._status(file, errors, secret_reader, end_writer)
+            os.set_blocking(end_reader, False)
             with suppress(BlockingIOError):
-                return os.read(end, 2 * len(secret)) == secret, status
+                return os.read(end_reader, 2 * len(secret)) == secret, status
             return False, status
         finally:
-            for descriptor in (given, end, ended):
+            for descriptor in (secret_reader, end_reader, end_writer):
                 os.close(descriptor)
 
     def _status(self, file: Path, errors: int, secret: int, end: int) -> int | None:

@@ -56,6 +56,6 @@ def _open_module(module: PreTrainedModelLike, host: PluginHost) -> CheckpointRea
     return reader
 
 
-def with_sections(own: Sections, given: Mapping[str, Mapping[str, Any]] | None) -> Sections:
+def with_sections(source: Sections, sections: Mapping[str, Mapping[str, Any]] | None) -> Sections:
     """The sections of the source, with the caller's keys over them."""
-    return {**own, **{name: {**own.get(name, {}), **keys} for name, keys in (given or {}).items()}}
+    return {**source, **{name: {**source.get(name, {}), **keys} for name, keys in (sections or {}).items()}}

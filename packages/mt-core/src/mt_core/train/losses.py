@@ -96,17 +96,17 @@ def build_losses(
     config: Config,
     environment: OptimizerBuildContext,
     host: PluginHost,
-    given: Loss | None,
+    loss: Loss | None,
     wrap: WrapLoss | None,
     *,
     return_logits: bool,
 ) -> Losses:
-    """given, wrap, return_logits: as the arguments of `Engine.build`."""
+    """loss, wrap, return_logits: as the arguments of `Engine.build`."""
     model, ctx = environment.model, environment.ctx
     needs_logits = wrap is not None or return_logits
     # Without logits in the model's output there is nothing to wrap or to keep, so the fused loss is not chosen.
     config = with_logits_loss(config, host) if needs_logits else with_resolved_loss(config, model, host)
-    loss = given or _configured_loss(config, ctx, host, environment.kernels)
+    loss = loss or _configured_loss(config, ctx, host, environment.kernels)
     if wrap is not None:
         loss = wrap(_require_outputs(loss, config), config, ctx)
     kept = KeptLogits(_require_outputs(loss, config), config, ctx, model) if return_logits else None

@@ -161,11 +161,11 @@ class Pipelining:
         return self.pipeline.forward(batches, self._share(share))
 
     def _share(self, share: LossShare) -> LossShare:
-        def own(output: Tensor, batch: Batch) -> Tensor:
+        def share_of_loss(output: Tensor, batch: Batch) -> Tensor:
             with self.within():
                 return share(self.loss(output, batch), batch)
 
-        return own
+        return share_of_loss
 
 
 def require_pipelined(model: nn.Module, config: Config) -> None:

@@ -21,7 +21,7 @@ from mt_core.parallel.context import ParallelContext
 from mt_core.plugins import PluginHost
 from mt_core.tensor_slice import TensorSlice
 from mt_core.train import build
-from mt_core.train.checkpoint.local_shards import LocalShard, fill, given
+from mt_core.train.checkpoint.local_shards import LocalShard, fill, identity
 from mt_core.train.checkpoint.state import MODEL, require_fit, shapes_of_all_stages
 from mt_core.train.pipelining import Stages, build_stages
 from mt_core.train.same_start import require_same_checkpoint, require_same_program
@@ -81,7 +81,7 @@ def _shard(name: str, layout: ParameterLayout, weight: torch.Tensor) -> LocalSha
     if layout.padded:
         weight.zero_()
     return LocalShard(
-        MODEL + name, layout, weight.dtype, [TensorSlice.whole(tuple(weight.shape))], partial(given, weight)
+        MODEL + name, layout, weight.dtype, [TensorSlice.whole(tuple(weight.shape))], partial(identity, weight)
     )
 
 

@@ -118,21 +118,21 @@ class ReasoningDivider:
             self._drops_space = not self._held
         place = self._held.find(self._marks.close)
         if place >= 0:
-            found, self._held = self._held[:place], self._held[place + len(self._marks.close) :]
+            reasoning, self._held = self._held[:place], self._held[place + len(self._marks.close) :]
             self._is_thinking, self._drops_space = False, True
-            return found.rstrip("\n")
+            return reasoning.rstrip("\n")
         # Line breaks before the closing mark are dropped, so that they wait for what follows them.
         keep = len(self._held) if is_end else len(self._held) - length_of_beginning(self._marks.close, self._held)
         keep = len(self._held[:keep].rstrip("\n"))
-        found, self._held = self._held[:keep], self._held[keep:]
-        return found
+        reasoning, self._held = self._held[:keep], self._held[keep:]
+        return reasoning
 
     def _content(self) -> str:
         if self._drops_space:
             self._held = self._held.lstrip("\n")
             self._drops_space = not self._held
-        found, self._held = self._held, ""
-        return found
+        content, self._held = self._held, ""
+        return content
 
 
 class MarkRemover:
@@ -155,8 +155,8 @@ class MarkRemover:
             keep -= length_of_beginning(self._close, self._held)
         # Line breaks wait: behind the last text they are dropped.
         keep = len(self._held[:keep].rstrip("\n"))
-        found, self._held = self._held[:keep], self._held[keep:]
-        return AnswerPart(content=found)
+        content, self._held = self._held[:keep], self._held[keep:]
+        return AnswerPart(content=content)
 
     def _begin(self, *, is_end: bool) -> bool:
         """Whether the beginning is decided."""
@@ -178,10 +178,10 @@ class MarkRemover:
 @dataclass(frozen=True)
 class Opening:
     """Marks one after another with which a call begins, white space between them or none: that of the section, of the
-    call, and what follows. own: which of them is the call's."""
+    call, and what follows. call_index: which of them is the call's."""
 
     marks: tuple[str, ...]
-    own: int
+    call_index: int
 
     def begin(self, text: str, start: int) -> int | None:
         """Where the call's own mark is, if the marks begin at a place; MAYBE where the text ends within them."""
@@ -191,7 +191,7 @@ class Opening:
                 place = skip_space(text, place)
             if not text.startswith(mark, place):
                 return MAYBE if mark.startswith(text[place:]) else None
-            begin = place if number == self.own else begin
+            begin = place if number == self.call_index else begin
             place += len(mark)
         return begin
 
@@ -232,16 +232,16 @@ class CallDivider:
         self._held = self._held[place:]
         if not self._held or begin is None:
             return False
-        found = self.form.read(self._held[begin - place :], self.schemas, is_end)
-        if found is not None:
-            part.calls += found[0]
-            self._held = self._held[begin - place + found[1] :]
+        reading = self.form.read(self._held[begin - place :], self.schemas, is_end)
+        if reading is not None:
+            part.calls += reading[0]
+            self._held = self._held[begin - place + reading[1] :]
             self._is_behind_call = True
         elif is_end:
             # The mark begins no call.
             part.content += self._held[0]
             self._held = self._held[1:]
-        return found is not None or is_end
+        return reading is not None or is_end
 
     def _opening(self, *, is_end: bool) -> tuple[int, int | None]:
         """Where a call begins or may begin, and the place of its own mark; None: more text decides. The end of the
@@ -306,11 +306,11 @@ class WholeAnswerDivider:
         """None unless all of the text is calls."""
         rest, calls = self._held.strip(), list[ToolCall]()
         while rest:
-            found = self.form.read(rest, self.schemas, True)
-            if found is None:
+            reading = self.form.read(rest, self.schemas, True)
+            if reading is None:
                 return None
-            calls += found[0]
-            rest = rest[found[1] :].strip()
+            calls += reading[0]
+            rest = rest[reading[1] :].strip()
             for mark in self.form.after:
                 rest = rest.removeprefix(mark).lstrip()
         return calls

@@ -66,28 +66,28 @@ class CallIds:
     count: int = 0
 
     def add(self, call: Mapping[str, Any]) -> str | None:
-        name, given = call["function"]["name"], call.get("id")
+        name, given_id = call["function"]["name"], call.get("id")
         make = any_id if self.form is None else self.form.call_id
         # A number where there is no id: the same messages are the same prompt.
-        new = make(name, self.count, given or f"call{self.count}")
+        new = make(name, self.count, given_id or f"call{self.count}")
         self.count += 1
-        if given:
-            self.known[given] = (new, name)
-        return new if given or make is not any_id else None
+        if given_id:
+            self.known[given_id] = (new, name)
+        return new if given_id or make is not any_id else None
 
 
 def _shaped(message: Message, shape: CallShape, reasoning_key: str | None, ids: CallIds) -> Message:
-    found = {name: value for name, value in message.items() if name != REASONING}
+    shaped = {name: value for name, value in message.items() if name != REASONING}
     if reasoning_key is not None and message.get(REASONING):
-        found[reasoning_key] = message[REASONING]
+        shaped[reasoning_key] = message[REASONING]
     if message.get("tool_calls"):
-        found["tool_calls"] = [_call(call, shape, ids) for call in message["tool_calls"]]
-        found["content"] = found.get("content") or shape.content
+        shaped["tool_calls"] = [_call(call, shape, ids) for call in message["tool_calls"]]
+        shaped["content"] = shaped.get("content") or shape.content
     number = message.get("tool_call_id")
     if number in ids.known:
-        found["tool_call_id"], name = ids.known[number]
-        found.setdefault("name", name)
-    return found
+        shaped["tool_call_id"], name = ids.known[number]
+        shaped.setdefault("name", name)
+    return shaped
 
 
 def _call(call: Mapping[str, Any], shape: CallShape, ids: CallIds) -> dict[str, Any]:
@@ -95,8 +95,8 @@ def _call(call: Mapping[str, Any], shape: CallShape, ids: CallIds) -> dict[str, 
     arguments = call["function"].get("arguments", {})
     if shape.as_text and not isinstance(arguments, str):
         arguments = json.dumps(arguments, ensure_ascii=False)
-    found = {**call, "function": {**call["function"], "arguments": arguments}}
-    return found if identity is None else {**found, "id": identity}
+    shaped = {**call, "function": {**call["function"], "arguments": arguments}}
+    return shaped if identity is None else {**shaped, "id": identity}
 
 
 def _one_call_each(messages: Iterable[Message]) -> Iterator[Message]:
@@ -104,11 +104,15 @@ def _one_call_each(messages: Iterable[Message]) -> Iterator[Message]:
     waiting: list[Message] = []
     for message in messages:
         if message["role"] == "tool":
-            of_message = [one for one in waiting if one["tool_calls"][0].get("id") == message.get("tool_call_id")]
+            of_message = [
+                waiting_call
+                for waiting_call in waiting
+                if waiting_call["tool_calls"][0].get("id") == message.get("tool_call_id")
+            ]
             # Results without ids are those of the calls in their order.
             call = (of_message or waiting)[:1]
             yield from call
-            waiting = [one for one in waiting if one not in call]
+            waiting = [waiting_call for waiting_call in waiting if waiting_call not in call]
             yield message
             continue
         yield from waiting

@@ -94,13 +94,13 @@ class AllGatherDispatcher:
         """The number of tokens of each rank, axis by axis, and the padded rows per expert over all ranks."""
         if not (self.static_shape and routing.training):
             return self._agree(len(tokens), routing.padded_to, tokens.device)
-        count, found = len(tokens), []
+        count, axis_sizes = len(tokens), []
         for axis in self.axes:
-            found.append((axis, [count] * axis.size))
+            axis_sizes.append((axis, [count] * axis.size))
             count *= axis.size
         ranks = self.placement.etp.size * self.placement.ep.size
         # An expert gets padded_to rows from every rank.
-        return found, None if routing.padded_to is None else routing.padded_to * ranks
+        return axis_sizes, None if routing.padded_to is None else routing.padded_to * ranks
 
     def _room(self, everyone: Routing, training: bool) -> int | None:
         if not (self.static_shape and training):
@@ -109,13 +109,13 @@ class AllGatherDispatcher:
 
     def _agree(self, tokens: int, padded_to: int | None, device: torch.device) -> tuple[Sizes, int | None]:
         """The same read from all ranks. Synchronizes with the device."""
-        found, places = [], padded_to or 0
+        axis_sizes, places = [], padded_to or 0
         for axis in self.axes:
             gathered = gather_counts(torch.tensor([tokens, places], device=device), axis).tolist()
             sizes = [count for count, _ in gathered]
             tokens, places = sum(sizes), sum(padded for _, padded in gathered)
-            found.append((axis, sizes))
-        return found, places or None
+            axis_sizes.append((axis, sizes))
+        return axis_sizes, places or None
 
     def _local(self, routing: Routing) -> Routing:
         """The choices of this rank's experts, numbered from 0; all others are marked as dropped."""

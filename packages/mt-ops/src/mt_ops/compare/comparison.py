@@ -60,8 +60,8 @@ def compare(a: Run, b: Run, tolerance: float = TOLERANCE, samples: DrawnSamples 
     contents = other_contents(a, b)
     changed = [line for run in (a, b) for line in changed_since(run)]
     changed += samples.warnings if samples is not None else ()
-    found = causes(a, b, compared, known, contents, None if samples is None else samples.other)
-    return Comparison(a, b, configuration, environment, contents, changed, samples, compared, found)
+    likely_causes = causes(a, b, compared, known, contents, None if samples is None else samples.other)
+    return Comparison(a, b, configuration, environment, contents, changed, samples, compared, likely_causes)
 
 
 def without_configuration(a: Run, b: Run) -> list[str]:

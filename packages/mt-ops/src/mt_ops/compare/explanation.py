@@ -69,14 +69,14 @@ def causes(
     parted = first_parting(compared)
     if parted is None or parted.parts is None:
         return []
-    found = list(_events(a, parted.parts.step)) + list(_events(b, parted.parts.step))
+    likely_causes = list(_events(a, parted.parts.step)) + list(_events(b, parted.parts.step))
     if not parted.is_counter:
-        found += [Cause(content.key, content.text) for content in contents]
+        likely_causes += [Cause(content.key, content.text) for content in contents]
     if samples is not None and not parted.is_counter:
-        found.append(Cause("samples", samples))
+        likely_causes.append(Cause("samples", samples))
     prefixes = _prefixes(parted, at_start=_is_first_step(parted, a, b))
-    found += [_of_key(row) for prefix in prefixes for row in differing if str(row[0]).startswith(prefix)]
-    return list(dict.fromkeys(found))
+    likely_causes += [_of_key(row) for prefix in prefixes for row in differing if str(row[0]).startswith(prefix)]
+    return list(dict.fromkeys(likely_causes))
 
 
 def _prefixes(parted: Quantity, *, at_start: bool) -> tuple[str, ...]:

@@ -55,14 +55,14 @@ def quantities(a: Run, b: Run, tolerance: float) -> list[Quantity]:
 
     tolerance: largest relative difference of what is computed.
     """
-    found = []
+    compared = []
     for name, first, second in _common(a, b):
         averaged = over_the_same_steps(name, a, b)
         first, second, note = averaged if averaged is not None else (first, second, None)
         if note is not None or len(np.intersect1d(first.steps, second.steps, assume_unique=True)):
             allowed = COUNTER_TOLERANCE if name in COUNTERS else tolerance
-            found.append(replace(_quantity(name, first, second, allowed), note=note))
-    return found
+            compared.append(replace(_quantity(name, first, second, allowed), note=note))
+    return compared
 
 
 def _common(a: Run, b: Run) -> Iterator[tuple[str, Series, Series]]:

@@ -48,18 +48,18 @@ def compare_models(
         compared = differences(record(mine, tokens), second, twins)
         if not compared:
             raise ConfigError(f"{a} and {b} have no tensor of one name and shape; deep comparison knows decoders")
-        found = first_of_each_part(compared)
-        if found or step == steps:
+        first_differences = first_of_each_part(compared)
+        if first_differences or step == steps:
             break
         update(mine.model, RATE)
-    return DeepComparison(step, compared, found)
+    return DeepComparison(step, compared, first_differences)
 
 
 def _recordings_here(path: Path, batches: Sequence[Tensor], vocabulary: int) -> Iterator[Recording]:
     """Recordings of one step after another, as far as they are asked for."""
-    model, own = open_model(path, load_plugins())
-    if own != vocabulary:
-        raise ConfigError(f"A has a vocabulary of {vocabulary}, {path} of {own}; they must have the same")
+    model, vocab_size = open_model(path, load_plugins())
+    if vocab_size != vocabulary:
+        raise ConfigError(f"A has a vocabulary of {vocabulary}, {path} of {vocab_size}; they must have the same")
     for tokens in batches:
         yield record(model, tokens)
         update(model.model, RATE)

@@ -88,14 +88,14 @@ class LayerOutputs:
 
 def feature_splits(model: nn.Module) -> dict[str, Split]:
     """Names of layers whose output features are divided over tensor-parallel ranks, and how."""
-    layouts, found = parameter_layouts(model), dict[str, Split]()
+    layouts, splits = parameter_layouts(model), dict[str, Split]()
     for name, module in model.named_modules():
         layout = layouts.get(f"{name}.weight") if isinstance(module, LinearModule) and module.cut == "output" else None
         if layout is not None and not layout.padded:
             for split in layout.splits:
                 if split.dim == 0 and split.axis == "tp":
-                    found[name] = split
-    return found
+                    splits[name] = split
+    return splits
 
 
 class Positions:

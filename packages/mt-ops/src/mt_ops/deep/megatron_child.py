@@ -128,9 +128,9 @@ def _refuse_second_try(model: Any) -> None:
     strictly = model.load_state_dict
 
     def load_state_dict(state: Any, strict: bool = True) -> Any:
-        own = {_local_name(name): value for name, value in state.items() if not name.endswith("_extra_state")}
+        local_state = {_local_name(name): value for name, value in state.items() if not name.endswith("_extra_state")}
         try:
-            return strictly(own, strict=True)
+            return strictly(local_state, strict=True)
         except RuntimeError as error:
             raise SystemExit(f"Megatron-Core does not load this checkpoint: {error}") from error
 
@@ -138,8 +138,8 @@ def _refuse_second_try(model: Any) -> None:
 
 
 def _local_name(name: str) -> str:
-    for fused, own in FUSED_NORMS.items():
-        name = name.replace(fused, own)
+    for fused, unfused in FUSED_NORMS.items():
+        name = name.replace(fused, unfused)
     return name
 
 

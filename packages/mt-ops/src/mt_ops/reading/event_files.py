@@ -77,8 +77,8 @@ def _scalars_by_tag(path: Path) -> dict[str, list[Scalar]]:
 def _several_runs(path: Path, folders: Sequence[Path]) -> str:
     below = [str(folder.relative_to(path)) for folder in folders if folder != path]
     named = ", ".join(below[:MOST_FOLDERS]) + (f" and {len(below) - MOST_FOLDERS} more" if below[MOST_FOLDERS:] else "")
-    own = " and event files of its own, which can be named one by one" if path in folders else ""
-    return f"{path} has event files of several runs, {named}{own}; give the folder of one run"
+    own_files = " and event files of its own, which can be named one by one" if path in folders else ""
+    return f"{path} has event files of several runs, {named}{own_files}; give the folder of one run"
 
 
 def series_names(tags: Iterable[str]) -> dict[str, str]:
@@ -127,8 +127,8 @@ def scalars(content: bytes) -> Iterator[Scalar]:
                 summaries.append(value)
         for summary in summaries:
             for field, value in _fields(summary):
-                if field == 1 and (found := _scalar(value)) is not None:
-                    yield Scalar(step, wall_time, *found)
+                if field == 1 and (scalar := _scalar(value)) is not None:
+                    yield Scalar(step, wall_time, *scalar)
 
 
 def _records(content: bytes) -> Iterator[bytes]:

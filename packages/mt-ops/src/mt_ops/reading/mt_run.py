@@ -87,8 +87,8 @@ class MtRunReader:
 
 def read_status(path: Path) -> list[Mapping[str, Any]]:
     """Status of the ranks, in their order."""
-    found = [read_json(file) for file in (path / STATUS).glob("rank-*.json")]
-    return sorted((entry for entry in found if isinstance(entry, Mapping)), key=lambda entry: entry.get("rank", 0))
+    entries = [read_json(file) for file in (path / STATUS).glob("rank-*.json")]
+    return sorted((entry for entry in entries if isinstance(entry, Mapping)), key=lambda entry: entry.get("rank", 0))
 
 
 def is_mt_run(path: Path) -> bool:

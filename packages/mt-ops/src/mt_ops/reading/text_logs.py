@@ -55,8 +55,8 @@ def _validation_name(name: str) -> str:
 
 def megatron_arguments(lines: list[str]) -> dict[str, Any]:
     """Arguments that Megatron-LM prints when it starts."""
-    found = (MEGATRON_ARGUMENT.match(re.sub(r"^\[?\d+\]?:\s?", "", line)) for line in lines)
-    return {f"arguments.{match.group(1)}": match.group(2).strip() for match in found if match}
+    matches = (MEGATRON_ARGUMENT.match(re.sub(r"^\[?\d+\]?:\s?", "", line)) for line in lines)
+    return {f"arguments.{match.group(1)}": match.group(2).strip() for match in matches if match}
 
 
 # -- torchtitan --------------------------------------------------------------------------------------

@@ -36,12 +36,12 @@ def findings(run: Run) -> Iterator[str]:
 
 def _experts(run: Run) -> Iterator[str]:
     """Layers in which experts had no token in any of the last lines' steps, on average at least one."""
-    found = []
+    dead_layers = []
     for name, series in run.series.items():
         if (match := DEAD.fullmatch(name)) is not None and (dead := _recent_mean(series)) >= 1:
-            found.append((dead, int(match.group(1))))
-    if found:
-        named = ", ".join(f"layer {layer} {dead:.3g}" for dead, layer in sorted(found, reverse=True)[:8])
+            dead_layers.append((dead, int(match.group(1))))
+    if dead_layers:
+        named = ", ".join(f"layer {layer} {dead:.3g}" for dead, layer in sorted(dead_layers, reverse=True)[:8])
         yield f"experts without a token: {named} (mean of the last {RECENT} lines of the log)"
 
 

@@ -66,8 +66,8 @@ class _Handler(BaseHTTPRequestHandler):
             self._answer(403, "text/plain", b"open the address that mt watch printed: it begins with 127.0.0.1\n")
             return
         parts = urlsplit(self.path)
-        given = parse_qs(parts.query).get("key", [""])[0]
-        if not hmac.compare_digest(given.encode(), self.server.key.encode()):
+        key = parse_qs(parts.query).get("key", [""])[0]
+        if not hmac.compare_digest(key.encode(), self.server.key.encode()):
             self._answer(403, "text/plain", b"open the address that mt watch printed: it has a key\n")
         elif parts.path == "/":
             self._answer(200, "text/html; charset=utf-8", self.server.page)

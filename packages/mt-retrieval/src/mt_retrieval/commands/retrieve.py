@@ -119,13 +119,13 @@ def search(
     retriever = Retriever.open(
         index, checkpoint=checkpoint, evidence=evidence, device=device, search_parameters=search_parameters
     )
-    for question, found in zip(questions, retriever.search(questions, top_k), strict=True):
+    for question, passages in zip(questions, retriever.search(questions, top_k), strict=True):
         if as_json:
-            record = {"question": question, "passages": [passage.as_record() for passage in found]}
+            record = {"question": question, "passages": [passage.as_record() for passage in passages]}
             typer.echo(json.dumps(record, ensure_ascii=False))
             continue
         typer.echo(question)
-        for scored in found:
+        for scored in passages:
             typer.echo(f"  {scored.score:8.3f}  [{scored.passage.id}] {scored.passage.title}: {scored.passage.text}")
 
 
@@ -164,9 +164,9 @@ def evaluate(
     asked, wanted = read_questions(questions), sorted(set(top_k or (1, 5, 20, 100)))
     searcher = _opened(index, question_embeddings, checkpoint, evidence, search_parameters, device)
     with progress_bar("searching") as update:
-        found = searcher.find(asked, wanted[-1], update)
+        search_result = searcher.find(asked, wanted[-1], update)
     with progress_bar("matching") as update:
-        recall = measure_recall(asked, found.rows, searcher.evidence, match, update)
+        recall = measure_recall(asked, search_result.rows, searcher.evidence, match, update)
     values = {str(k): recall.at(k) for k in wanted}
     for k, value in values.items():
         typer.echo(f"recall@{k:<4} {value:.4f}")

@@ -103,9 +103,9 @@ def write_blocks(
 ) -> None:
     """Writes the chosen blocks that are not there. rows: of each block, for the progress. Collective."""
     # Example, blocks 0 ... 4 on two ranks: 0 2 4 and 1 3.
-    own = chosen[share.rank :: share.size]
-    done, total = 0, sum(rows[number] for number in own)
-    for number in own:
+    rank_blocks = chosen[share.rank :: share.size]
+    done, total = 0, sum(rows[number] for number in rank_blocks)
+    for number in rank_blocks:
         before = done
         # Ranks that share a model decide the same: the block is written after a collective computation, for which all
         # of them have made this check.

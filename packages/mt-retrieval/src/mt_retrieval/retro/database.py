@@ -220,16 +220,16 @@ class DatabaseBlocks:
     def read(self, on_progress: OnProgress) -> ChunkRows:
         """All blocks, one after the other."""
         # An empty part first, so that a project without documents concatenates something.
-        found = [ChunkRows(np.zeros((0, HASH), np.uint32), np.zeros(0, np.uint64), np.zeros(0, np.bool_))]
+        parts = [ChunkRows(np.zeros((0, HASH), np.uint32), np.zeros(0, np.uint64), np.zeros(0, np.bool_))]
         for number, (text, _) in enumerate(self.parts):
             rows = np.asarray(self.files.read(number), np.uint64)
-            found.append(
+            parts.append(
                 # uint64 in the blocks, for the hash; the table's own columns fit 32 bits. Documents of a text are split
                 # by number: training ones come first.
                 ChunkRows(rows[:, :HASH].astype(np.uint32), rows[:, HASH], rows[:, 1] < self.job.train_documents(text))
             )
             on_progress(number + 1, len(self.parts))
-        return ChunkRows(*(np.concatenate(arrays) for arrays in zip(*found, strict=True)))
+        return ChunkRows(*(np.concatenate(arrays) for arrays in zip(*parts, strict=True)))
 
 
 class ChunkRows(NamedTuple):

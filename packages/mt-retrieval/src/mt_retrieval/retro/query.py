@@ -116,25 +116,25 @@ class NeighborQuery:
         vectors = self.embedder.vectors(
             list(tokens), lambda count: on_rows(count // 2)
         )  # The search is the other half.
-        own = own_documents(self.text, chunks, length, self.job.exclude_sequence_length or length)
+        excluded = own_documents(self.text, chunks, length, self.job.exclude_sequence_length or length)
         parts = []
         # SLICE x num_neighbors_query rows of the table are in memory at a time.
         for start in range(0, len(chunks), SLICE):
             part = slice(start, start + SLICE)
-            found = self.search(vectors[part], min(self.job.num_neighbors_query, len(self.database))).rows
-            parts.append(first_allowed(found, self._is_own(found, own[part]), self.job.num_neighbors))
+            nearest = self.search(vectors[part], min(self.job.num_neighbors_query, len(self.database))).rows
+            parts.append(first_allowed(nearest, self._is_own(nearest, excluded[part]), self.job.num_neighbors))
             on_rows((len(chunks) + start + len(parts[-1])) // 2)
         return np.concatenate(parts)
 
-    def _is_own(self, found: NDArray[np.int64], own: NDArray[np.int64]) -> NDArray[np.bool_]:
-        """found: [n, k] chunks of the database -> whether each is of one of the documents own [n, 2] of the text."""
+    def _is_own(self, nearest: NDArray[np.int64], excluded: NDArray[np.int64]) -> NDArray[np.bool_]:
+        """nearest [n, k]: chunks of the database -> whether each is of one of the text's documents excluded [n, 2]."""
         # [n, k, 4]: text, document, first token, tokens. -1 (nothing found) reads row 0, and is left out later.
-        rows = self.database.rows[:][np.maximum(found, 0)].astype(np.int64)
+        rows = self.database.rows[:][np.maximum(nearest, 0)].astype(np.int64)
         # The text's number in the database, by its fingerprint; None for a text that is not in it, whose chunks have no
         # document of their own there.
         number = self.database.number_of(self.job.text.fingerprint)
         documents = rows[..., 1]
-        within = (own[:, :1] <= documents) & (documents <= own[:, 1:])
+        within = (excluded[:, :1] <= documents) & (documents <= excluded[:, 1:])
         return within & (rows[..., 0] == (-1 if number is None else number))
 
 
@@ -142,11 +142,11 @@ def open_text(prefix: str, database: ChunkDatabase) -> TokenStream:
     """Raises DataError for a text that records another tokenizer than the database's."""
     source = IndexedDataset(prefix, verify_checksums=True)
     manifest, expected = source.manifest(), database.manifest.job.tokenizer
-    found = str(((manifest and manifest.tokenizer) or {}).get("fingerprint", expected))
-    if found != expected:
+    fingerprint = str(((manifest and manifest.tokenizer) or {}).get("fingerprint", expected))
+    if fingerprint != expected:
         raise DataError(
-            f"{prefix} was made with the tokenizer {found[:16]}..., and {database.name} with {expected[:16]}...; make "
-            "the text with the tokenizer of the database"
+            f"{prefix} was made with the tokenizer {fingerprint[:16]}..., and {database.name} with {expected[:16]}...; "
+            "make the text with the tokenizer of the database"
         )
     return TokenStream(source, prefix)
 
@@ -161,12 +161,12 @@ def own_documents(text: TokenStream, chunks: range, chunk_length: int, sample_le
     return np.stack([text.sequences_at(samples * sample_length), text.sequences_at(ends)], axis=1)
 
 
-def first_allowed(found: NDArray[np.int64], is_own: NDArray[np.bool_], count: int) -> NDArray[np.int64]:
+def first_allowed(nearest: NDArray[np.int64], is_own: NDArray[np.bool_], count: int) -> NDArray[np.int64]:
     """[n, k] chunks, the nearest first -> [n, count]: those that are not own, in their order; then -1."""
-    left_out = is_own | (found < 0)
+    left_out = is_own | (nearest < 0)
     # A stable sort of booleans: allowed ones move to the front in their order.
     order = np.argsort(left_out, axis=1, kind="stable")[:, :count]
-    kept = np.where(np.take_along_axis(left_out, order, 1), -1, np.take_along_axis(found, order, 1))
+    kept = np.where(np.take_along_axis(left_out, order, 1), -1, np.take_along_axis(nearest, order, 1))
     # Fewer were searched than are kept, in a small database.
     return np.pad(kept, ((0, 0), (0, count - kept.shape[1])), constant_values=-1).astype(np.int64)
 

@@ -133,11 +133,11 @@ def _drawn(count: int, fraction: float) -> list[int]:
     return sorted(SystemRandom().sample(range(count), math.ceil(fraction * count)))
 
 
-def _require_fingerprint(what: str, found: str | None, recorded: str | None) -> None:
-    if found != recorded:
+def _require_fingerprint(what: str, fingerprint: str | None, recorded: str | None) -> None:
+    if fingerprint != recorded:
         raise DataError(
-            f"{what} has the fingerprint {str(found)[:16]}..., and what was made of it records {str(recorded)[:16]}...;"
-            " run the later steps of mt retro again in another project"
+            f"{what} has the fingerprint {str(fingerprint)[:16]}..., and what was made of it records "
+            f"{str(recorded)[:16]}...; run the later steps of mt retro again in another project"
         )
 
 

@@ -75,9 +75,9 @@ def conditions(**more: Any) -> dict[str, Any]:
     }
 
 
-def as_line(given: Mapping[str, Any]) -> str:
+def as_line(values: Mapping[str, Any]) -> str:
     """Conditions as one line of text."""
-    return ", ".join(f"{key} {value}" for key, value in given.items() if not isinstance(value, Mapping))
+    return ", ".join(f"{key} {value}" for key, value in values.items() if not isinstance(value, Mapping))
 
 
 def _processor() -> str:

@@ -77,28 +77,30 @@ def calibrate_checkpoint(
         result = calibrate_model(trained, options, batches, eval_batches, stored, store)
         wait_for_all()
         if is_writer():
-            given = {name: str(value) if isinstance(value, Path) else value for name, value in asdict(data).items()}
-            given["seq_length"] = data.length(trained)
-            report = {"source": str(trained.checkpoint), "options": asdict(options), "data": given}
+            data_settings = {
+                name: str(value) if isinstance(value, Path) else value for name, value in asdict(data).items()
+            }
+            data_settings["seq_length"] = data.length(trained)
+            report = {"source": str(trained.checkpoint), "options": asdict(options), "data": data_settings}
             write_calibrated(trained.checkpoint, out, options.scheme, store, {**report, **result.as_values()}, host)
     return result if is_writer() else None
 
 
-def with_data(config: Config, given: Mapping[str, Any], host: PluginHost) -> Config:
+def with_data(config: Config, keys: Mapping[str, Any], host: PluginHost) -> Config:
     """The configuration with these keys of [data]. Another data set has none of the keys of the one before."""
     stored = config.to_dict()
-    same = given.get(TYPE, stored[DATA].get(TYPE)) == stored[DATA].get(TYPE)
+    same = keys.get(TYPE, stored[DATA].get(TYPE)) == stored[DATA].get(TYPE)
     kept = stored[DATA] if same else {SEQ_LENGTH: stored[DATA][SEQ_LENGTH]}
-    return config_from_dict({**stored, DATA: {**kept, **given}}, host)
+    return config_from_dict({**stored, DATA: {**kept, **keys}}, host)
 
 
 def _settings(overrides: list[str]) -> Settings:
-    found: Settings = {}
+    settings: Settings = {}
     for override in overrides:
         path, value = parse_override(override)
-        section: dict[str, Any] = found
+        section: dict[str, Any] = settings
         for name in path[:-1]:
             section = section.setdefault(name, {})
         section[path[-1]] = value
     # All ranks are replicas where no layout is set.
-    return {"parallel": {}, **found} if read_environment().world_size > 1 else found
+    return {"parallel": {}, **settings} if read_environment().world_size > 1 else settings

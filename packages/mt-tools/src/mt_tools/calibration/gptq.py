@@ -48,11 +48,11 @@ def gptq_codes(
         for number in range(block.stop - first):
             place = first + number
             column = rest[:, place].clone()
-            own = scales.of_groups(group_of[order[place : place + 1]])
-            code = grid.codes(column[:, None, None].clone(), own)
+            column_scales = scales.of_groups(group_of[order[place : place + 1]])
+            code = grid.codes(column[:, None, None].clone(), column_scales)
             codes = weight.new_empty(weight.shape, dtype=code.dtype) if codes is None else codes
             _bytes(codes)[:, order[place]] = _bytes(code)[:, 0, 0]
-            error = (column - grid.values(code, own)[:, 0, 0]) / factor[place, place]
+            error = (column - grid.values(code, column_scales)[:, 0, 0]) / factor[place, place]
             errors[:, number] = error
             # To the end of the block now, to the columns behind it once the block is done.
             rest[:, place : block.stop] -= error[:, None] * factor[place, place : block.stop]
@@ -82,11 +82,11 @@ def _improve_(
         changes, near = torch.zeros_like(errors[:, block]), wanted[:, block]
         inside = hessian[block][:, block]
         for number, column in enumerate(block.tolist()):
-            own = scales.of_groups(group_of[column : column + 1])
+            column_scales = scales.of_groups(group_of[column : column + 1])
             before = weight[:, column] - errors[:, column]
             target = before + near[:, number] / inside[number, number]
-            code = grid.codes(target[:, None, None].clone(), own)
-            change = grid.values(code, own)[:, 0, 0] - before
+            code = grid.codes(target[:, None, None].clone(), column_scales)
+            change = grid.values(code, column_scales)[:, 0, 0] - before
             _bytes(codes)[:, column] = _bytes(code)[:, 0, 0]
             errors[:, column] -= change
             changes[:, number] = change

@@ -37,8 +37,8 @@ class CalibrationOptions:
 
     @property
     def range_method(self) -> Literal["max", "percentile", "mse"]:
-        found = [method for method in self.methods if method in RANGES]
-        return found[0] if found else "max"  # type: ignore[return-value]
+        ranges = [method for method in self.methods if method in RANGES]
+        return ranges[0] if ranges else "max"  # type: ignore[return-value]
 
     @property
     def uses_gptq(self) -> bool:
@@ -46,8 +46,8 @@ class CalibrationOptions:
 
     @property
     def factors(self) -> Literal["smoothquant", "awq"] | None:
-        found = [method for method in self.methods if method in FACTORS]
-        return found[0] if found else None  # type: ignore[return-value]
+        factors = [method for method in self.methods if method in FACTORS]
+        return factors[0] if factors else None  # type: ignore[return-value]
 
     @property
     def needs_moments(self) -> bool:

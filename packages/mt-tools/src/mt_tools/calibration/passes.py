@@ -58,19 +58,19 @@ class Passes:
         if self.stages is None:
             return run(None, hidden)
         assert self._p2p is not None
-        ranks, own, self._keys = _ranks(self.stages, self.ctx), self.ctx.pp.rank, self._keys + 1
+        ranks, own_rank, self._keys = _ranks(self.stages, self.ctx), self.ctx.pp.rank, self._keys + 1
         for number, (stage, rank) in enumerate(zip(self.stages.all, ranks, strict=True)):
-            if rank != own:
+            if rank != own_rank:
                 continue
             # A key for each pass: batches of several data sets have other shapes.
-            if number and ranks[number - 1] != own:
+            if number and ranks[number - 1] != own_rank:
                 received = [
                     self._p2p.receive_hidden(ranks[number - 1], (self._keys, number, place))
                     for place in range(len(batches))
                 ]
                 hidden = [incoming.form.pack(incoming.wait()) for incoming in received]
             hidden = run(stage, hidden)
-            if number + 1 < len(ranks) and ranks[number + 1] != own:
+            if number + 1 < len(ranks) and ranks[number + 1] != own_rank:
                 for place, state in enumerate(hidden):
                     self._p2p.send_hidden(state, ranks[number + 1], (self._keys, number + 1, place))
         self._p2p.finish()

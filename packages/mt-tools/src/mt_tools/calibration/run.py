@@ -161,14 +161,14 @@ class _Weights:
 
 def _of_all_ranks(reports: Mapping[str, WeightReport], trained: TrainedModel) -> list[WeightReport]:
     """Each weight once; experts of several ranks together."""
-    found: dict[str, WeightReport] = {}
+    merged: dict[str, WeightReport] = {}
     for of_rank in all_gather_objects(dict(reports), trained.ctx.world):
         for name, report in of_rank.items():
-            if name in found:
-                found[name].unseen |= report.unseen
+            if name in merged:
+                merged[name].unseen |= report.unseen
             else:
-                found[name] = report
-    return sorted(found.values(), key=lambda report: _place(report.name))
+                merged[name] = report
+    return sorted(merged.values(), key=lambda report: _place(report.name))
 
 
 def _place(name: str) -> list[tuple[int, str]]:

@@ -34,9 +34,9 @@ def awq_factors(weight: Tensor, inputs: InputStatistics, grid: Grid, dtype: torc
     for number in range(TRIED):
         factors = _awq_candidate(inputs.mean_sizes, relative, number / TRIED)
         scaled = weight * factors
-        own = in_groups(scaled, grid.size)
-        scales = full_range(grid, own, dtype, scaled.abs().amax().item())
-        difference = (rounded(grid, own, scales).flatten(1) - scaled) / factors
+        scaled_groups = in_groups(scaled, grid.size)
+        scales = full_range(grid, scaled_groups, dtype, scaled.abs().amax().item())
+        difference = (rounded(grid, scaled_groups, scales).flatten(1) - scaled) / factors
         error = ((difference @ inputs.moments) * difference).sum().item()
         if error < least:
             best, least = factors, error

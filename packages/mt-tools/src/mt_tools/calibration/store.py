@@ -84,8 +84,8 @@ class CalibrationStore:
         return {name: opened.read(name).clone() for name in opened.tensors}
 
     def _parts(self, name: str) -> list[str]:
-        found = [file.name.removesuffix(".safetensors") for file in self.folder.glob(f"{name}.*.safetensors")]
-        return sorted(found, key=lambda file: int(file.rpartition(".")[2]))
+        parts = [file.name.removesuffix(".safetensors") for file in self.folder.glob(f"{name}.*.safetensors")]
+        return sorted(parts, key=lambda file: int(file.rpartition(".")[2]))
 
 
 def _joined(parts: list[Tensor]) -> Tensor:

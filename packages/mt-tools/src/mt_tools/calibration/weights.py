@@ -89,15 +89,15 @@ class WeightCalibration:
         values, report = matrix.gather(), WeightReport(matrix.name)
         largest = matrix.largest(values)
         each = values if matrix.has_experts else values[None]
-        made: list[CalibratedWeight] = []
+        calibrated_weights: list[CalibratedWeight] = []
         errors = torch.zeros(2, dtype=torch.float64)
         for number, (weight, inputs) in enumerate(zip(each, statistics, strict=True)):
             calibrated = self._one(weight, inputs, stored, largest, matrix.first_expert + number, report)
-            made.append(calibrated)
+            calibrated_weights.append(calibrated)
             errors += _error(weight, self.values(calibrated), inputs)
         report.error = float((errors[0] / errors[1].clamp(min=torch.finfo(torch.float64).tiny)).sqrt())
-        found = _stacked(made) if matrix.has_experts else made[0]
-        return found, self.values(found).to(self.quantizer.value_dtype(stored)), report
+        result = _stacked(calibrated_weights) if matrix.has_experts else calibrated_weights[0]
+        return result, self.values(result).to(self.quantizer.value_dtype(stored)), report
 
     def values(self, weight: CalibratedWeight) -> Tensor:
         """What codes [..., out, in] stand for, in fp32."""

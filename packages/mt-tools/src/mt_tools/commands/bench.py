@@ -219,13 +219,13 @@ def _conditions(machine: Machine, **more: Any) -> dict[str, Any]:
     return conditions(**machine.conditions(), **more)
 
 
-def _write(kind: str, given: dict[str, Any], out: Path | None, cases: Iterable[Case]) -> None:
+def _write(kind: str, conditions: dict[str, Any], out: Path | None, cases: Iterable[Case]) -> None:
     """Measure case after case, each into the file and onto the console."""
     from mt_tools.bench.report import Report, as_line
 
     path = out or Path(f"bench-{kind}.json")
-    typer.echo(as_line(given))
-    report = Report(kind, given, path, _show)
+    typer.echo(as_line(conditions))
+    report = Report(kind, conditions, path, _show)
     for case in cases:
         report.add(case)
     typer.echo(f"written to {path}")

@@ -55,17 +55,17 @@ def estimate(
         _print(result, on, world_size)
 
 
-def _values(found: Estimate, machine: Machine) -> dict[str, Any]:
+def _values(result: Estimate, machine: Machine) -> dict[str, Any]:
     from mt_tools.plan.report import plan_values
 
-    name, parameters = found.size.largest_layer
+    name, parameters = result.size.largest_layer
     return {
-        "model": found.model,
-        "family": found.family,
-        "parameters": found.size.parameters,
+        "model": result.model,
+        "family": result.family,
+        "parameters": result.size.parameters,
         "largest_layer": {"name": name, "parameters": parameters},
-        "seq_length": found.seq_length,
-        "not_planned": found.not_planned,
+        "seq_length": result.seq_length,
+        "not_planned": result.not_planned,
         "dtypes": [
             {
                 "dtype": row.dtype,
@@ -74,24 +74,27 @@ def _values(found: Estimate, machine: Machine) -> dict[str, Any]:
                 "training_bytes": row.training,
                 "plan": None if row.rank is None else plan_values(row.rank, machine),
             }
-            for row in found.dtypes
+            for row in result.dtypes
         ],
     }
 
 
-def _print(found: Estimate, machine: Machine, world: int) -> None:
+def _print(result: Estimate, machine: Machine, world: int) -> None:
     from rich.console import Console
 
     console = Console(highlight=False, soft_wrap=True)
-    name, _ = found.size.largest_layer
-    console.print(f"{found.model}: {found.family}, {found.size.parameters:,} parameters; the largest layer is {name}\n")
-    console.print(_dtype_table(found.dtypes))
-    planned = [row for row in found.dtypes if row.rank is not None]
+    name, _ = result.size.largest_layer
+    parameters = f"{result.size.parameters:,} parameters"
+    console.print(f"{result.model}: {result.family}, {parameters}; the largest layer is {name}\n")
+    console.print(_dtype_table(result.dtypes))
+    planned = [row for row in result.dtypes if row.rank is not None]
     if planned:
         console.print(_heading(planned[0], machine, world))
         console.print(_rank_table(planned, machine))
-    elif found.not_planned is not None:
-        console.print(f"\nactivations are not planned: {found.not_planned} (--set data.dataset_type=...)", markup=False)
+    elif result.not_planned is not None:
+        console.print(
+            f"\nactivations are not planned: {result.not_planned} (--set data.dataset_type=...)", markup=False
+        )
 
 
 def _dtype_table(rows: Sequence[DtypeEstimate]) -> Table:

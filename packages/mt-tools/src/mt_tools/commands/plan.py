@@ -157,15 +157,17 @@ def _plan(config: Config, world: int, host: PluginHost, machine: Machine, limit:
     _show_plan(planner.plan(config, world), machine, limit, as_json=as_json)
 
 
-def _show_plan(found: LayoutPlan, machine: Machine, limit: float, *, as_json: bool, **more: int) -> None:
+def _show_plan(layout_plan: LayoutPlan, machine: Machine, limit: float, *, as_json: bool, **more: int) -> None:
     """more: further entries of the JSON."""
     from mt_tools.plan.report import plan_values
 
-    values = plan_values(found, machine)
+    values = plan_values(layout_plan, machine)
     if as_json:
-        typer.echo(json.dumps({**values, "memory_gib": limit, "fits": found.memory_gib <= limit, **more}, indent=2))
+        typer.echo(
+            json.dumps({**values, "memory_gib": limit, "fits": layout_plan.memory_gib <= limit, **more}, indent=2)
+        )
         return
-    _print_plan(found, values, machine, limit)
+    _print_plan(layout_plan, values, machine, limit)
 
 
 UNIT = 1024
@@ -212,12 +214,14 @@ def _positions(model: Any) -> tuple[str, int | None]:
     return f"{section}.max_position_embeddings", getattr(decoder or model, "max_position_embeddings", None)
 
 
-def _print_plan(found: LayoutPlan, values: dict[str, Any], machine: Machine, limit: float) -> None:
+def _print_plan(layout_plan: LayoutPlan, values: dict[str, Any], machine: Machine, limit: float) -> None:
     from rich.console import Console
 
     console = Console(highlight=False)
     layout = " x ".join(f"{name} {size}" for name, size in values["layout"].items() if size > 1 and name in DENSE)
-    console.print(f"{found.world} ranks: {layout or 'one process'}; {found.micro_batches} micro-batches a step")
+    console.print(
+        f"{layout_plan.world} ranks: {layout or 'one process'}; {layout_plan.micro_batches} micro-batches a step"
+    )
     parameters = values["parameters"]
     active = f", of which a token uses {parameters['active']:,}" if parameters["active"] != parameters["total"] else ""
     console.print(f"{parameters['total']:,} parameters{active}; a rank's are those with the padding of its vocabulary")
@@ -231,20 +235,23 @@ def _print_plan(found: LayoutPlan, values: dict[str, Any], machine: Machine, lim
         console.print(f"if all tokens chose the same experts, their rank would keep {most:.2f} GiB of activations")
     console.print()
     console.print(_message_table(values["ranks"]))
-    if found.ramp_up:
-        (first, _), (last, _) = found.ramp_up[0], found.ramp_up[-1]
-        growing = sum(steps for size, steps in found.ramp_up if size < last)
+    if layout_plan.ramp_up:
+        (first, _), (last, _) = layout_plan.ramp_up[0], layout_plan.ramp_up[-1]
+        growing = sum(steps for size, steps in layout_plan.ramp_up if size < last)
         console.print(f"\nglobal batch from {first} to {last} samples over {growing:,} steps")
     console.print(
-        f"\n{found.flops_per_token:.4g} FLOPs a token, {found.flops_per_step:.4g} a step; bubble {found.bubble:.1%}"
+        f"\n{layout_plan.flops_per_token:.4g} FLOPs a token, {layout_plan.flops_per_step:.4g} a step; "
+        f"bubble {layout_plan.bubble:.1%}"
     )
     if machine.has_speed:
         console.print(
-            f"estimated on {machine.name}: {found.seconds:.3g} s a step, {found.utilization(machine):.1%} of its FLOP/s"
+            f"estimated on {machine.name}: {layout_plan.seconds:.3g} s a step, "
+            f"{layout_plan.utilization(machine):.1%} of its FLOP/s"
         )
-    verdict = "fits into" if found.memory_gib <= limit else "does not fit into"
+    verdict = "fits into" if layout_plan.memory_gib <= limit else "does not fit into"
     console.print(
-        f"the fullest rank holds {found.memory_gib:.2f} GiB, which {verdict} {_memory_of(machine, limit)}", style="bold"
+        f"the fullest rank holds {layout_plan.memory_gib:.2f} GiB, which {verdict} {_memory_of(machine, limit)}",
+        style="bold",
     )
 
 
@@ -293,7 +300,7 @@ def _joined(
     """(first pipeline rank, last one, ranks, cells): neighbours with equal cells are merged into one row."""
     in_order = sorted(((number, rank) for rank in ranks for number in rank["pp_ranks"]), key=itemgetter(0))
     # groupby joins neighbours only: ranks in between with other numbers keep rows apart.
-    for cells, alike in groupby(in_order, lambda one: cells_of(one[1])):
+    for cells, alike in groupby(in_order, lambda pair: cells_of(pair[1])):
         row = list(alike)
         yield row[0][0], row[-1][0], sum(rank["count"] // len(rank["pp_ranks"]) for _, rank in row), cells
 
@@ -322,8 +329,8 @@ def _search(
         f"layouts looked at, {values['fitting']} fit"
     )
     if values["layouts"]:
-        found, spent = _search_tables(values["layouts"])
-        console.print(found, "", spent, "", sep="\n")
+        layout_table, time_table = _search_tables(values["layouts"])
+        console.print(layout_table, "", time_table, "", sep="\n")
         for reason in values["experts_because"]:
             console.print(reason, style="dim", markup=False)
     elif values["smallest_that_does_not_fit_gib"]:
@@ -336,7 +343,7 @@ def _search_tables(layouts: list[dict[str, Any]]) -> tuple[Table, Table]:
     """The layouts, with the estimated seconds of each by part. Expert columns are shown if a layout shards experts."""
     axes = SEARCHED_AXES | (EXPERT_AXES if any(_divides_experts(layout) for layout in layouts) else {})
     layout_table = number_table("#", *axes, "micro batch", "recompute", "GiB", "tokens/s", "of peak")
-    spent = number_table("seconds of #", "a step", *STEP_PARTS)
+    time_table = number_table("seconds of #", "a step", *STEP_PARTS)
     for number, layout in enumerate(layouts, 1):
         layout_table.add_row(
             str(number),
@@ -348,8 +355,10 @@ def _search_tables(layouts: list[dict[str, Any]]) -> tuple[Table, Table]:
             f"{layout['estimated_utilization']:.1%}",
         )
         seconds = f"{layout['estimated_seconds']:.3g}"
-        spent.add_row(str(number), seconds, *(f"{layout['estimated_seconds_of'][part]:.3g}" for part in STEP_PARTS))
-    return layout_table, spent
+        time_table.add_row(
+            str(number), seconds, *(f"{layout['estimated_seconds_of'][part]:.3g}" for part in STEP_PARTS)
+        )
+    return layout_table, time_table
 
 
 def _divides_experts(layout: dict[str, Any]) -> bool:

@@ -337,9 +337,11 @@ class _Before(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, differentiable: Tensor, form: ActivationsForm) -> tuple[Tensor, ...]:
-        tensors = [torch.empty(own.shape, dtype=own.dtype, device="meta") for own in form.tensors]
+        tensors = [
+            torch.empty(tensor_form.shape, dtype=tensor_form.dtype, device="meta") for tensor_form in form.tensors
+        ]
         pairs = zip(tensors, form.tensors, strict=True)
-        ctx.mark_non_differentiable(*(tensor for tensor, own in pairs if not own.has_gradient))
+        ctx.mark_non_differentiable(*(tensor for tensor, tensor_form in pairs if not tensor_form.has_gradient))
         return tuple(tensors)
 
     @staticmethod

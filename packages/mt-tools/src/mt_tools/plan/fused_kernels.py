@@ -89,7 +89,7 @@ def _tensor_of(x: Matrix) -> Tensor:
 
 def planned_product(a: Scaled, b: Scaled, dtype: torch.dtype, *, fast: bool) -> Tensor:
     """A product of fake tensors without memory, so that its FLOPs are counted."""
-    left, right = (one.scale.new_empty((), dtype=dtype).expand(one.data.shape) for one in (a, b))
+    left, right = (operand.scale.new_empty((), dtype=dtype).expand(operand.data.shape) for operand in (a, b))
     return left @ right.t()
 
 
@@ -130,11 +130,11 @@ class ConfiguredKernels(Kernels):
     ) -> Callable[..., Any] | None:
         """Planned forms of rotary, which frees its input unless it normalizes heads, of weighted activations, and of
         FP8 casts that compute an activation. The sum of a norm is planned apart: the same tensors are saved."""
-        found = FUSED.get(kernel)
+        function = FUSED.get(kernel)
         if (kernel, joined) == ("fp8_cast", "activation"):
-            found = self.pick(kernel)
+            function = self.pick(kernel)
         kernels = (kernel,) if joined is None else (kernel, joined)
-        return found if all(self.is_fused(each, width) for each in kernels) else None
+        return function if all(self.is_fused(each, width) for each in kernels) else None
 
     def is_fused(self, kernel: KernelName, width: int = 0) -> bool:
         """Whether the planned device runs it as one kernel."""

@@ -137,7 +137,7 @@ def search(planner: QuickPlanner, world: int, memory_gib: float) -> Found:
 
 
 def _try_micro_batch(
-    planner: QuickPlanner, axes: Mapping[str, Any], size: int, world: int, memory_gib: float, found: Found
+    planner: QuickPlanner, axes: Mapping[str, Any], size: int, world: int, memory_gib: float, results: Found
 ) -> None:
     # From the fastest to the one with the least memory; the first that fits is taken.
     for recompute in RECOMPUTE:
@@ -147,15 +147,15 @@ def _try_micro_batch(
             plan, batch = planner.plan(config, world), config.train.global_batch_size
             candidate = Candidate(_changes(choice), plan, (batch or 0) * config.data.seq_length)
         except ConfigError as error:
-            found.refused[_reason(error)] += 1
+            results.refused[_reason(error)] += 1
             return
-        found.looked_at.append(candidate)
+        results.looked_at.append(candidate)
         if candidate.fits(memory_gib):
-            found.candidates.append(candidate)
+            results.candidates.append(candidate)
             return
         needed = candidate.plan.memory_gib
-        found.smallest_gib = needed if found.smallest_gib is None else min(found.smallest_gib, needed)
-    found.too_large += 1
+        results.smallest_gib = needed if results.smallest_gib is None else min(results.smallest_gib, needed)
+    results.too_large += 1
 
 
 def axis_choices(planner: QuickPlanner, world: int) -> Iterator[dict[str, Any]]:

@@ -74,18 +74,18 @@ def messages(flow: Flow, clock: Clock) -> dict[str, dict[str, float]]:
     return {axis: dict(row) for axis, row in rows.items()}
 
 
-def search_values(found: Found, machine: Machine, top: int) -> dict[str, Any]:
+def search_values(results: Found, machine: Machine, top: int) -> dict[str, Any]:
     """The fastest layouts, how many were valid and how many fit, and the reasons why others were rejected."""
-    fastest = found.candidates[0] if found.candidates else None
+    fastest = results.candidates[0] if results.candidates else None
     return {
-        "experts_because": [] if fastest is None else reasons_for_experts(fastest, found),
-        "legal": found.legal,
-        "fitting": len(found.candidates),
-        "too_large": found.too_large,
-        "smallest_that_does_not_fit_gib": found.smallest_gib,
-        "refused": [{"reason": reason, "layouts": count} for reason, count in found.refused.most_common()],
+        "experts_because": [] if fastest is None else reasons_for_experts(fastest, results),
+        "legal": results.legal,
+        "fitting": len(results.candidates),
+        "too_large": results.too_large,
+        "smallest_that_does_not_fit_gib": results.smallest_gib,
+        "refused": [{"reason": reason, "layouts": count} for reason, count in results.refused.most_common()],
         "machine": machine.name,
-        "layouts": [candidate_values(candidate, machine) for candidate in found.candidates[:top]],
+        "layouts": [candidate_values(candidate, machine) for candidate in results.candidates[:top]],
     }
 
 
@@ -104,16 +104,16 @@ def candidate_values(candidate: Candidate, machine: Machine) -> dict[str, Any]:
     }
 
 
-def reasons_for_experts(chosen: Candidate, found: Found) -> list[str]:
+def reasons_for_experts(chosen: Candidate, results: Found) -> list[str]:
     """The costs of other expert-parallel sizes in an otherwise equal layout; empty without experts."""
     if EXPERT_AXES[0] not in chosen.choice["parallel"]:
         return []
     reasons = []
-    for other in found.looked_at:
+    for other in results.looked_at:
         if other is not chosen and dense_part(other) == dense_part(chosen):
             ep, etp = (other.choice["parallel"][axis] for axis in EXPERT_AXES)
             needed, seconds = other.plan.memory_gib, other.plan.seconds / chosen.plan.seconds - 1
-            verdict = f"takes {seconds:+.1%} time" if other in found.candidates else "does not fit"
+            verdict = f"takes {seconds:+.1%} time" if other in results.candidates else "does not fit"
             reasons.append(f"expert parallel {ep} x tensor {etp}: {needed:.1f} GiB, {verdict}")
     return reasons
 

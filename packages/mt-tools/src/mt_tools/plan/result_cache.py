@@ -65,7 +65,7 @@ class ResultCache:
 
 def _makes_new_tensors(func: Any) -> bool:
     schema = func._schema
-    aliases = any(one.alias_info is not None for one in (*schema.arguments, *schema.returns))
+    aliases = any(argument.alias_info is not None for argument in (*schema.arguments, *schema.returns))
     return func.namespace == "aten" and not aliases
 
 
@@ -88,18 +88,18 @@ def _describe(values: Iterable[Any], described: list[Any]) -> bool:
     return True
 
 
-def _form_of_result(out: Any, given: tuple[Any, ...]) -> Form | tuple[type, list[Form | None]] | None:
+def _form_of_result(out: Any, arguments: tuple[Any, ...]) -> Form | tuple[type, list[Form | None]] | None:
     """None if the result is not a new tensor, or not a collection of new tensors."""
     # A result that is an argument or a view of one is no new tensor, whatever the schema says.
-    taken = {StorageWeakRef(tensor.untyped_storage()) for tensor in tensors_in(given)}
+    taken = {StorageWeakRef(tensor.untyped_storage()) for tensor in tensors_in(arguments)}
     if isinstance(out, Tensor):
         return _form_of_new(out, taken)
     if not isinstance(out, (list, tuple)):
         return None
     forms: list[Form | None] = []
-    for one in out:
-        form = _form_of_new(one, taken) if isinstance(one, Tensor) else None
-        if form is None and one is not None:
+    for item in out:
+        form = _form_of_new(item, taken) if isinstance(item, Tensor) else None
+        if form is None and item is not None:
             return None
         forms.append(form)
     return type(out), forms

@@ -141,7 +141,7 @@ class StageCosts:
         size = self.config.train.micro_batch_size * self.samples
         train = self.config.train.model_copy(update={"micro_batch_size": size})
         config = self.config.model_copy(update={"train": train})
-        wider = tuple(replace(one, shape=(size, *one.shape[1:])) for one in form.tensors)
+        wider = tuple(replace(tensor_form, shape=(size, *tensor_form.shape[1:])) for tensor_form in form.tensors)
         return replace(self, config=config, samples=1)._measured(stage, replace(form, tensors=wider))[0]
 
     def _layers(self, start: int, stop: int) -> StageCost:
@@ -284,14 +284,14 @@ def empty_batch(config: Config, host: PluginHost, ctx: ParallelContext) -> dict[
     neither keys of the data set nor of the model."""
     sample = host[DATASETS].get(config.data.dataset_type, key="data.dataset_type").sample
     batch = {
-        one.name: torch.empty(
-            (config.train.micro_batch_size, *field_shape(one, config, ctx)),
-            dtype=getattr(torch, one.dtype),
+        sample_field.name: torch.empty(
+            (config.train.micro_batch_size, *field_shape(sample_field, config, ctx)),
+            dtype=getattr(torch, sample_field.dtype),
             device="meta",
         )
-        for one in sample
-        if (one.name != "segment_ids" or config.data.reset_attention_mask)
-        and (one.name not in SOUND_FIELDS or getattr(config.data, "audio_token_index", None) is not None)
+        for sample_field in sample
+        if (sample_field.name != "segment_ids" or config.data.reset_attention_mask)
+        and (sample_field.name not in SOUND_FIELDS or getattr(config.data, "audio_token_index", None) is not None)
     }
     if "images" in batch and "tokens" in batch:
         batch |= text_with_image(config, batch, ctx.cp.size)
@@ -332,10 +332,10 @@ def longest_sound(config: Config, tokens: Tensor, start: int) -> dict[str, Tenso
     return {"audio_lengths": lengths}
 
 
-def field_shape(one: SampleField, config: Config, ctx: ParallelContext) -> tuple[int, ...]:
+def field_shape(sample_field: SampleField, config: Config, ctx: ParallelContext) -> tuple[int, ...]:
     """Shape of a rank's part of a sample: "[4, sequence_length]" -> (4, data.seq_length / context-parallel ranks)."""
-    words = [word.strip() for word in one.shape.strip("[]").split(",")]
-    lengths = tuple(_length(word, one, config) for word in words if word)
+    words = [word.strip() for word in sample_field.shape.strip("[]").split(",")]
+    lengths = tuple(_length(word, sample_field, config) for word in words if word)
     # Samples are sharded along their sequence, which is their only dimension in models with context parallelism.
     return tuple(
         length // ctx.cp.size if word == "sequence_length" else length
@@ -343,12 +343,12 @@ def field_shape(one: SampleField, config: Config, ctx: ParallelContext) -> tuple
     )
 
 
-def _length(word: str, one: SampleField, config: Config) -> int:
+def _length(word: str, sample_field: SampleField, config: Config) -> int:
     """A number, a key, or a quotient of two keys. "2 or 3": the first, which is that of most samples."""
     word = word.partition(" or ")[0]
     whole_word, _, divisor = word.partition("/")
     if divisor:
-        return _length(whole_word.strip(), one, config) // _length(divisor.strip(), one, config)
+        return _length(whole_word.strip(), sample_field, config) // _length(divisor.strip(), sample_field, config)
     if word.isdigit():
         return int(word)
     name = {"sequence_length": "seq_length"}.get(word, word.replace(" ", "_"))
@@ -356,6 +356,6 @@ def _length(word: str, one: SampleField, config: Config) -> int:
         if isinstance(value := getattr(section, name, None), int):
             return value
     raise ConfigError(
-        f"mt plan does not know how large the field {one.name} {one.shape} of data.dataset_type="
+        f"mt plan does not know how large the field {sample_field.name} {sample_field.shape} of data.dataset_type="
         f'{config.data.dataset_type} is: neither [data] nor [model] has a number "{name}"'
     )

@@ -182,7 +182,8 @@ def resident_bytes(weights: MasterWeights, model: nn.Module) -> tuple[float, flo
     # In fp32 training the master weights are the model's own storage.
     main = {key: size for key, size in storage_bytes(named.values()).items() if key not in storages}
     gradients = storage_bytes(
-        [bucket.gradients for bucket in buckets] + [one.grad for one in named.values() if one.grad is not None]
+        [bucket.gradients for bucket in buckets]
+        + [parameter.grad for parameter in named.values() if parameter.grad is not None]
     )
     # The copy in the dtype of the reduction.
     sent = sum(bucket.size * bucket.reduce_dtype.itemsize for bucket in buckets if _is_copied(bucket))
@@ -199,7 +200,9 @@ def _copied_gradients(weights: MasterWeights) -> float:
     if not isinstance(weights, ParamAndGradBuffer):
         return 0.0
     in_buckets = storage_bytes(bucket.gradients for bucket in weights.buckets)
-    of_update = storage_bytes(one.grad for _, one in weights.named_parameters() if one.grad is not None)
+    of_update = storage_bytes(
+        parameter.grad for _, parameter in weights.named_parameters() if parameter.grad is not None
+    )
     return float(sum(size for key, size in of_update.items() if key not in in_buckets))
 
 
@@ -229,7 +232,7 @@ def _fully_sharded_cost(
     gathers = ledger if splits_backward(config.parallel, host) else again
     in_each = config.parallel.fsdp_reduce_each_micro_batch
     reductions = again if in_each else ledger
-    own = whole = waiting = 0
+    sharded = whole = waiting = 0
     optimizer_state = 0.0
     units = fsdp_units(model)
     for names in units:
@@ -238,7 +241,7 @@ def _fully_sharded_cost(
             shape = model.get_parameter(name).shape
             size = ctx.axis(SHARDS[layouts[name].replicas][0]).size
             share = -(-shape[0] // size) * math.prod(shape[1:])  # rows of the largest shard
-            own, whole, gathered = own + share, whole + math.prod(shape), gathered + share * size
+            sharded, whole, gathered = sharded + share, whole + math.prod(shape), gathered + share * size
             optimizer_state += state.of(is_matrix(name, layouts[name]), share)
         shard, replicate = (ctx.axis(axis) for axis in SHARDS[layouts[names[0]].replicas])
         waiting = max(waiting, gathered)
@@ -254,13 +257,13 @@ def _fully_sharded_cost(
     collected = whole if not config.parallel.fsdp_reshard_after_forward else 2 * waiting
     return WeightCost(
         parameters=whole,
-        weights=float(own * FP32),
-        gradients=float(own * FP32),
+        weights=float(sharded * FP32),
+        gradients=float(sharded * FP32),
         optimizer_state=optimizer_state,
         buffers=float(collected * compute + (whole * FP32 if passes > 1 and not in_each else 0)),
-        updated=own,
+        updated=sharded,
         update=update_bytes(config, model),
-        step=ledger.take() + _sums_of_copies(model, layouts, ctx, copies, own_share=whole / own),
+        step=ledger.take() + _sums_of_copies(model, layouts, ctx, copies, own_share=whole / sharded),
         micro_batch=again.take(),
     )
 

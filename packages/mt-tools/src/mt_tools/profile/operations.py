@@ -51,11 +51,11 @@ def summarize(events: Iterable[Any], steps: int, device: str) -> list[dict[str, 
         entry[0] += seconds
         entry[1] += seconds if _is_product(event) else 0.0
         entry[2] += flops
-    found = [
+    operations = [
         Operation(layer, kind, direction, *(value / steps for value in values))
         for (layer, kind, direction), values in totals.items()
     ]
-    return [vars(operation) for operation in sorted(found, key=lambda operation: -operation.seconds)]
+    return [vars(operation) for operation in sorted(operations, key=lambda operation: -operation.seconds)]
 
 
 def _own_seconds(event: Any, device: str) -> float:

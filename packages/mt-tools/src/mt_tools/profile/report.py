@@ -67,7 +67,7 @@ def losses(summaries: Sequence[Mapping[str, Any]], roof_tflops: float | None) ->
     first = summaries[0]
     parts, axes = _mean_parts(summaries), first["axes"]
     kinds = _seconds_by_kind(summaries)
-    found = [
+    candidates = [
         Loss("waiting for data", parts.get("data_wait", 0.0), "data.num_workers, data.prefetch_batches"),
         Loss("waiting for other ranks", parts.get("communication", 0.0), _communication_key(axes)),
         Loss("the optimizer", parts.get("optimizer", 0.0), _optimizer_key(axes)),
@@ -77,8 +77,8 @@ def losses(summaries: Sequence[Mapping[str, Any]], roof_tflops: float | None) ->
     ]
     if roof_tflops:
         lost = max(kinds["products"] - kinds["flops"] / (roof_tflops * 1e12), 0.0)
-        found.append(Loss("products below the roof", lost, "train.micro_batch_size, data.seq_length"))
-    return sorted(found, key=lambda loss: -loss.seconds)[:SHOWN_LOSSES]
+        candidates.append(Loss("products below the roof", lost, "train.micro_batch_size, data.seq_length"))
+    return sorted(candidates, key=lambda loss: -loss.seconds)[:SHOWN_LOSSES]
 
 
 def _mean_parts(summaries: Sequence[Mapping[str, Any]]) -> dict[str, float]:
@@ -137,7 +137,7 @@ def _rank_of(path: Path) -> int:
 
 def _of_rank(events: Iterable[Mapping[str, Any]], rank: int) -> list[dict[str, Any]]:
     """Processes and flows under numbers that no other rank has."""
-    found = []
+    renumbered = []
     for event in events:
         changed = dict(event)
         changed["pid"] = f"rank {rank}, {event.get('pid', 0)}"
@@ -145,5 +145,5 @@ def _of_rank(events: Iterable[Mapping[str, Any]], rank: int) -> list[dict[str, A
             changed["id"] = f"{rank}-{event['id']}"
         if event.get("name") == "process_name":
             changed["args"] = {"name": f"rank {rank}: {event.get('args', {}).get('name', '')}"}
-        found.append(changed)
-    return found
+        renumbered.append(changed)
+    return renumbered

@@ -54,38 +54,38 @@ class Difference:
         return f"{self.kind} {self.name}: {size}"
 
 
-def compare(found: RunRecord, reference: RunRecord, tolerances: Tolerances | None = None) -> list[Difference]:
+def compare(record: RunRecord, reference: RunRecord, tolerances: Tolerances | None = None) -> list[Difference]:
     """Every quantity of both runs: losses step by step, then evaluations, auxiliary losses, gradients of the first
     step, and weights after the last."""
     allowed = tolerances or Tolerances()
     # Later gradient norms depend on weights that already differ by rounding.
     norms = [allowed.norm, *[max(allowed.loss, allowed.norm)] * len(reference.norms)]
     steps = [
-        _numbers("loss", found.losses, reference.losses, repeat(allowed.loss), least=allowed.least_loss),
-        _numbers("gradient norm", found.norms, reference.norms, norms),
-        _numbers("learning rate", found.rates, reference.rates, repeat(allowed.rate)),
-        _numbers("consumed samples", found.samples, reference.samples, repeat(0.0)),
+        _numbers("loss", record.losses, reference.losses, repeat(allowed.loss), least=allowed.least_loss),
+        _numbers("gradient norm", record.norms, reference.norms, norms),
+        _numbers("learning rate", record.rates, reference.rates, repeat(allowed.rate)),
+        _numbers("consumed samples", record.samples, reference.samples, repeat(0.0)),
     ]
     return [
         # By step, not by kind: the first line that is off names the first step that is off.
         *(difference for of_step in zip_longest(*steps) for difference in of_step if difference is not None),
-        *_numbers("evaluation", found.evaluations, reference.evaluations, repeat(allowed.loss), "number"),
-        *_auxiliary(found.auxiliary, reference.auxiliary, allowed.loss),
-        *_tensors("gradient", found.gradients, reference.gradients, allowed.gradient, allowed.floor),
-        *_tensors("weights", found.weights, reference.weights, allowed.weights, allowed.floor),
+        *_numbers("evaluation", record.evaluations, reference.evaluations, repeat(allowed.loss), "number"),
+        *_auxiliary(record.auxiliary, reference.auxiliary, allowed.loss),
+        *_tensors("gradient", record.gradients, reference.gradients, allowed.gradient, allowed.floor),
+        *_tensors("weights", record.weights, reference.weights, allowed.weights, allowed.floor),
     ]
 
 
 def _numbers(
     kind: str,
-    found: Sequence[float],
+    values: Sequence[float],
     reference: Sequence[float],
     allowed: Iterable[float],
     counted: str = "of step",
     least: float = 0.0,
 ) -> list[Difference]:
     # As many steps on both sides, or the runs are not comparable.
-    pairs = zip(found, reference, strict=True)
+    pairs = zip(values, reference, strict=True)
     return [
         Difference(kind, f"{counted} {number}", _ratio(mine, theirs, least), limit)
         for number, ((mine, theirs), limit) in enumerate(zip(pairs, allowed, strict=False), start=1)
@@ -93,22 +93,22 @@ def _numbers(
 
 
 def _auxiliary(
-    found: Sequence[Mapping[str, float]], reference: Sequence[Mapping[str, float]], allowed: float
+    losses: Sequence[Mapping[str, float]], reference: Sequence[Mapping[str, float]], allowed: float
 ) -> Iterator[Difference]:
-    for number, (mine, theirs) in enumerate(zip(found, reference, strict=True), start=1):
+    for number, (mine, theirs) in enumerate(zip(losses, reference, strict=True), start=1):
         for name in dict.fromkeys([*theirs, *mine]):
             off = _ratio(mine[name], theirs[name]) if name in mine and name in theirs else None
             yield Difference("auxiliary loss", f"{name} of step {number}", off, allowed)
 
 
 def _tensors(
-    kind: str, found: Mapping[str, Tensor], reference: Mapping[str, Tensor], allowed: float, floor: float
+    kind: str, tensors: Mapping[str, Tensor], reference: Mapping[str, Tensor], allowed: float, floor: float
 ) -> Iterator[Difference]:
     least = max(1e-12, floor * math.hypot(*(float(tensor.float().norm()) for tensor in reference.values())))
-    for name in [*reference, *(name for name in found if name not in reference)]:
-        if name in found and name in reference:
+    for name in [*reference, *(name for name in tensors if name not in reference)]:
+        if name in tensors and name in reference:
             # Relative to the whole tensor: single elements near 0 may differ by their own size.
-            off = (found[name].float() - reference[name].float()).norm() / reference[name].float().norm().clamp(least)
+            off = (tensors[name].float() - reference[name].float()).norm() / reference[name].float().norm().clamp(least)
             yield Difference(kind, name, float(off), allowed)
         else:
             yield Difference(kind, name, None, allowed)

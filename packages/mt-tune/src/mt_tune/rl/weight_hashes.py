@@ -20,7 +20,7 @@ from mt_core.nn.layout import parameter_layouts
 from mt_core.parallel.context import Axis, ParallelContext
 from mt_core.parallel.first_rank import all_gather_objects
 from mt_core.tensor_slice import TensorSlice
-from mt_core.train.checkpoint.local_shards import LocalShard, given
+from mt_core.train.checkpoint.local_shards import LocalShard, identity
 from mt_core.train.engine import Engine
 
 FACTORS = (-7046029254386353131, -4417276706812531889)
@@ -117,7 +117,7 @@ def multipliers(numbers: Tensor) -> Tensor:
 def trained_fragments(engine: Engine) -> Iterator[Fragment]:
     for name, layout in engine.layouts.items():
         slices, part = engine.weights.owned_weight(name)
-        yield from LocalShard(name, layout, part.dtype, slices, partial(given, part)).fragments(engine.ctx)
+        yield from LocalShard(name, layout, part.dtype, slices, partial(identity, part)).fragments(engine.ctx)
 
 
 def module_fragments(model: nn.Module, ctx: ParallelContext) -> Iterator[Fragment]:
@@ -125,4 +125,4 @@ def module_fragments(model: nn.Module, ctx: ParallelContext) -> Iterator[Fragmen
     for name, parameter in model.named_parameters():
         part = parameter.detach()
         whole = [TensorSlice.whole(tuple(part.shape))]
-        yield from LocalShard(name, layouts[name], part.dtype, whole, partial(given, part)).fragments(ctx)
+        yield from LocalShard(name, layouts[name], part.dtype, whole, partial(identity, part)).fragments(ctx)

@@ -106,8 +106,8 @@ class SegmentGatherer:
         if segment_ids not in self._known:
             gathered = all_gather(segment_ids.to(torch.int32)[None], 0, self.axis)
             self._known[segment_ids] = self.arrange(gathered)
-        found: Tensor = self._known[segment_ids]
-        return found
+        arranged: Tensor = self._known[segment_ids]
+        return arranged
 
 
 def shard_pattern(pattern: AttentionPattern, q: Tensor, axis: Axis, gather: SegmentGatherer) -> ShardedPattern:

@@ -63,9 +63,9 @@ class _CrossEntropy(torch.autograd.Function):
         return None, gradient, None, None, None
 
 
-def reduce_statistics(own: Tensor, axis: Axis) -> tuple[Tensor, Tensor]:
-    """[3, T] of this rank -> losses [T] and lse [T] of the whole vocabulary. Changes `own`; collective."""
-    largest, sums = own[0], own[1:]  # [T], [2, T]
+def reduce_statistics(rank_statistics: Tensor, axis: Axis) -> tuple[Tensor, Tensor]:
+    """[3, T] of this rank -> losses [T] and lse [T] of the whole vocabulary. Changes `rank_statistics`; collective."""
+    largest, sums = rank_statistics[0], rank_statistics[1:]  # [T], [2, T]
     if axis.size > 1:
         before = largest.clone()
         # Two reductions: the sums can be brought to a common maximum only when it is known.

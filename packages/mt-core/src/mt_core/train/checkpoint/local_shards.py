@@ -57,7 +57,7 @@ class LocalShard:
         return part.view(self.slices[number].shape)[tensor_slice.slices]
 
 
-def given(tensor: Tensor) -> Tensor:
+def identity(tensor: Tensor) -> Tensor:
     """Identity. With functools.partial: a callable that returns an existing tensor."""
     return tensor
 
@@ -66,7 +66,11 @@ def whole_fragment(name: str, tensor: Tensor) -> Fragment:
     """An unsharded tensor. Other ranks that hold it hold the same values."""
     shape = tuple(tensor.shape)
     return Fragment(
-        name=name, shape=shape, dtype=tensor.dtype, tensor_slice=TensorSlice.whole(shape), tensor=partial(given, tensor)
+        name=name,
+        shape=shape,
+        dtype=tensor.dtype,
+        tensor_slice=TensorSlice.whole(shape),
+        tensor=partial(identity, tensor),
     )
 
 

@@ -32,7 +32,7 @@ from mt_core.parallel.first_rank import on_first_rank, raise_on_all_ranks
 from mt_core.parallel.reductions import any_over
 from mt_core.plugins import PluginHost
 from mt_core.tensor_slice import TensorSlice
-from mt_core.train.checkpoint.local_shards import given, whole_fragment
+from mt_core.train.checkpoint.local_shards import identity, whole_fragment
 from mt_core.train.checkpoint.run_directory import RunDirectory, hf_folder
 from mt_core.train.checkpoint.write_plan import WritePlan, collect
 
@@ -402,7 +402,7 @@ class HostCopies:
             if copy is None or copy.shape != tensor.shape or copy.dtype != tensor.dtype:
                 copy = torch.empty(tensor.shape, dtype=tensor.dtype, device="cpu", pin_memory=tensor.is_cuda)
             self._copies[fragment.name, fragment.tensor_slice] = copy.copy_(tensor, non_blocking=True)
-            copied.append(replace(fragment, tensor=partial(given, copy)))
+            copied.append(replace(fragment, tensor=partial(identity, copy)))
             on_gpu = on_gpu or tensor.is_cuda
         # Copies to pinned memory are asynchronous: one wait for all of them.
         if on_gpu:

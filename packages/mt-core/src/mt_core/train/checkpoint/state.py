@@ -24,7 +24,7 @@ from mt_core.optim.base import Optimizer
 from mt_core.optim.loss_scale import LossScaler
 from mt_core.optim.master_weights import MasterWeights
 from mt_core.parallel.context import AxisName, ParallelContext
-from mt_core.train.checkpoint.local_shards import LocalShard, fill, given, whole_fragment
+from mt_core.train.checkpoint.local_shards import LocalShard, fill, identity, whole_fragment
 from mt_core.train.state import TrainState
 
 # -- states of torch's default generators: one stream per part of the work ---------------------------
@@ -129,13 +129,13 @@ class RunState:
                 if not isinstance(value, Tensor) or value.shape != parameter.shape:
                     yield whole_fragment(f"{OPTIMIZER}{key}.{name}", torch.as_tensor(value))
                 else:
-                    state = self._state(key, name, layouts[name], value.dtype, partial(given, value))
+                    state = self._state(key, name, layouts[name], value.dtype, partial(identity, value))
                     yield from state.fragments(self.ctx)
         yield from fragments(self.ctx)
 
     def _weight(self, name: str, layout: ParameterLayout, dtype: torch.dtype) -> LocalShard:
         slices, weight = self.weights.owned_weight(name)
-        return LocalShard(MODEL + name, layout, dtype, slices, partial(given, weight))
+        return LocalShard(MODEL + name, layout, dtype, slices, partial(identity, weight))
 
     def _state(
         self, key: str, name: str, layout: ParameterLayout, dtype: torch.dtype, part: Callable[[], Tensor]
@@ -231,7 +231,7 @@ class RunState:
         dtype = reader.dtypes()[f"{OPTIMIZER}{key}.{name}"]
         # Contiguous like the weight: fused optimizers index both by the same offsets.
         part = torch.zeros(parameter.shape, dtype=dtype, device=parameter.device)
-        fill(self._state(key, name, layout, dtype, partial(given, part)), reader, self.ctx)
+        fill(self._state(key, name, layout, dtype, partial(identity, part)), reader, self.ctx)
         return part
 
     def _main(self, parameter: nn.Parameter) -> Tensor:
@@ -278,12 +278,12 @@ def untrained_of_all_stages(layouts: Mapping[str, ParameterLayout], ctx: Paralle
     return merged_over_stages({name: True for name, layout in layouts.items() if not layout.trained}, ctx)
 
 
-def merged_over_stages(own: dict[str, T], ctx: ParallelContext) -> dict[str, T]:
+def merged_over_stages(entries: dict[str, T], ctx: ParallelContext) -> dict[str, T]:
     """The union of the stages' dictionaries, in the order of stages. Collective over pipeline stages."""
     if ctx.pp.size == 1:
-        return own
+        return entries
     everyone: list[dict[str, T] | None] = [None] * ctx.pp.size
-    dist.all_gather_object(everyone, own, group=ctx.pp.group)
+    dist.all_gather_object(everyone, entries, group=ctx.pp.group)
     return {name: value for of_stage in everyone for name, value in (of_stage or {}).items()}
 
 

@@ -216,8 +216,8 @@ class GraphedCall:
         """tensors: the caller's inputs, for autograd. Their values have already been copied into the static inputs."""
         # Parameters are passed too: autograd then returns their gradients and fires the hooks on them.
         results = _Replay.apply(self, *tensors, *self.parameters)
-        by_own = dict(zip(map(id, self.outputs), results, strict=True))
-        return replaced(self._output, lambda own: by_own[id(own)], {})
+        replayed = dict(zip(map(id, self.outputs), results, strict=True))
+        return replaced(self._output, lambda output: replayed[id(output)], {})
 
     def replay_forward(self) -> tuple[Tensor, ...]:
         self._forward.replay()

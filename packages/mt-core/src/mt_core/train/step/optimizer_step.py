@@ -40,8 +40,8 @@ class AuxiliaryMeans:
     Construction is collective over the pipeline stages, which exchange the names of their losses.
     """
 
-    def __init__(self, own: Sequence[AuxiliaryLoss], ctx: ParallelContext) -> None:
-        self.own, self.ctx = {loss.name: loss for loss in own}, ctx
+    def __init__(self, losses: Sequence[AuxiliaryLoss], ctx: ParallelContext) -> None:
+        self.own, self.ctx = {loss.name: loss for loss in losses}, ctx
         self.names = _names_on_all_stages(list(self.own), ctx.pp)
 
     def begin(self, passes: int, scale: float = 1.0) -> None:
@@ -63,12 +63,12 @@ class AuxiliaryMeans:
         return list(sum_on_device(sum_on_device(means / self.ctx.dp.size, self.ctx.dp), self.ctx.pp))
 
 
-def _names_on_all_stages(own: list[str], pp: Axis) -> list[str]:
+def _names_on_all_stages(stage_names: list[str], pp: Axis) -> list[str]:
     """The names in the order of the stages. Names are unique over the stages."""
     if pp.size == 1:
-        return own
+        return stage_names
     everyone: list[list[str] | None] = [None] * pp.size
-    dist.all_gather_object(everyone, own, group=pp.group)
+    dist.all_gather_object(everyone, stage_names, group=pp.group)
     return [name for of_stage in everyone for name in of_stage or []]
 
 

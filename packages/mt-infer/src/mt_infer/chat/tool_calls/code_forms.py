@@ -139,13 +139,13 @@ class GemmaReader:
 
     def object(self, depth: int = 0) -> dict[str, Any]:
         """Raises ValueError, as all others do."""
-        found: dict[str, Any] = {}
+        members: dict[str, Any] = {}
         self._take("{")
-        while not self._ends("}", found):
+        while not self._ends("}", members):
             key = self._string() if self.text.startswith(self.quote, self.place) else self._plain(":").strip()
             self._take(":")
-            found[key] = self._value(depth + 1)
-        return found
+            members[key] = self._value(depth + 1)
+        return members
 
     def _value(self, depth: int) -> Any:
         self._skip()
@@ -164,11 +164,11 @@ class GemmaReader:
             return plain
 
     def _list(self, depth: int) -> list[Any]:
-        found: list[Any] = []
+        elements: list[Any] = []
         self._take("[")
-        while not self._ends("]", found):
-            found.append(self._value(depth + 1))
-        return found
+        while not self._ends("]", elements):
+            elements.append(self._value(depth + 1))
+        return elements
 
     def _string(self) -> str:
         start = self.place + len(self.quote)
@@ -182,13 +182,13 @@ class GemmaReader:
             self.place += 1
         return self.text[start : self.place]
 
-    def _ends(self, bracket: str, found: Any) -> bool:
+    def _ends(self, bracket: str, members: Any) -> bool:
         """Whether the bracket closes here; else the comma between two members is taken."""
         self._skip()
         if self.text.startswith(bracket, self.place):
             self.place += 1
             return True
-        if found:
+        if members:
             self._take(",")
             self._skip()
         return False

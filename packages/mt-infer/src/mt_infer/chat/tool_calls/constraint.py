@@ -62,13 +62,13 @@ def offered_calls(
     """The SamplingParameters for an answer of any text and any calls, in which calls are of one of the functions, with
     the arguments of its `parameters` where it is strict."""
     # Calls of functions that are not strict may have any object as arguments.
-    given = [function if function.get("strict") else {**function, "parameters": None} for function in functions]
+    offered = [function if function.get("strict") else {**function, "parameters": None} for function in functions]
     writer = beginning.writer()
     if form.frame is not None:
-        return {"grammar": writer.grammar(form.frame.offered(writer, given))}
+        return {"grammar": writer.grammar(form.frame.offered(writer, offered))}
     # Plain marks of reasoning that may be missing are a part of the text.
     thought = beginning.thought(writer) if beginning.is_thinking else ""
-    calls = writer.rule(either(form.grammar(writer, function) for function in given))
+    calls = writer.rule(either(form.grammar(writer, function) for function in offered))
     body = _whole_answer(form, writer, calls) if form.at_start else _text_and_calls(form, writer, calls)
     return {"grammar": writer.grammar(f"{thought} ({body})")}
 
@@ -81,10 +81,10 @@ def _section(form: CallForm, writer: GrammarWriter) -> tuple[str, str]:
 
 def _text_and_calls(form: CallForm, writer: GrammarWriter, call: str) -> str:
     """Any text without a call, or calls to the end."""
-    own, first = writer.mark(form.begin), (form.section or (form.begin,))[0]
-    inner = f"{call} ({SPACE} {own} {call})*"
+    begin_mark, first = writer.mark(form.begin), (form.section or (form.begin,))[0]
+    inner = f"{call} ({SPACE} {begin_mark} {call})*"
     if form.section is not None:
-        inner = f"{SPACE} {own} {inner} {SPACE} {writer.mark(form.section[1])}"
+        inner = f"{SPACE} {begin_mark} {inner} {SPACE} {writer.mark(form.section[1])}"
     return f"{TEXT} | {writer.until(first)} {inner} {SPACE}"
 
 
@@ -104,7 +104,7 @@ def behind_reasoning(constraint: Mapping[str, Any], beginning: AnswerBeginning) 
     writer = beginning.writer()
     expression = "answer_itself" if name == "grammar" else _expression(name, value)
     start = f"{beginning.thought(writer)} {expression}" if frame is None else frame.answer(writer, expression)
-    rules = f"\n{START.sub(lambda found: found[1] or 'answer_itself', value)}" if name == "grammar" else ""
+    rules = f"\n{START.sub(lambda match: match[1] or 'answer_itself', value)}" if name == "grammar" else ""
     return {name: None, "grammar": writer.grammar(start) + rules}
 
 

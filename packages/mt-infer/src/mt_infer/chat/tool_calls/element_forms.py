@@ -36,14 +36,14 @@ def _function_form(section: tuple[str, str], line: str) -> CallForm:
     """line: what stands between a tag and the value."""
 
     def write(writer: GrammarWriter, function: Function) -> str:
-        def one(name: str | None, schema: Schema, root: Schema) -> str:
+        def parameter(name: str | None, schema: Schema, root: Schema) -> str:
             begin = (
                 f'"<parameter=" {NAME} {quoted(">" + line)}' if name is None else quoted(f"<parameter={name}>{line}")
             )
             return f'{begin} {writer.value(schema, root, "</parameter>", before=line)} "\\n"'
 
         begin = quoted(function["name"] + ">\n")
-        return f"{begin} {writer.parameters(function, one)} {writer.mark('</function>')}"
+        return f"{begin} {writer.parameters(function, parameter)} {writer.mark('</function>')}"
 
     read = between("<function=", "</function>", _inside_function)
     return CallForm(begin="<function=", read=read, grammar=write, section=section)
@@ -72,12 +72,12 @@ def _key_value_form(
         return element_call(name, body if separator else mark + body, pair, schemas)
 
     def write(writer: GrammarWriter, function: Function) -> str:
-        def one(name: str | None, schema: Schema, root: Schema) -> str:
+        def parameter(name: str | None, schema: Schema, root: Schema) -> str:
             named = f"{writer.mark(key)} {NAME if name is None else quoted(name)} {writer.mark(key_end)}"
             return f'{named} "\\n"? {writer.mark(value)} {writer.value(schema, root, value_end)} "\\n"?'
 
         begin = f"{quoted(function['name'])} {writer.mark(separator) if separator else ''}"
-        return f'{begin} "\\n"? {writer.parameters(function, one)} {writer.mark(call_end)}'
+        return f'{begin} "\\n"? {writer.parameters(function, parameter)} {writer.mark(call_end)}'
 
     return CallForm(begin=call, read=between(call, call_end, inside), grammar=write, section=section, **others)
 
@@ -115,7 +115,7 @@ def write_invoke(tag: str, *, says_kind: bool = False, line: str = "\n") -> Writ
     close = f"</{tag}parameter>"
 
     def write(writer: GrammarWriter, function: Function) -> str:
-        def one(name: str | None, schema: Schema, root: Schema) -> str:
+        def parameter(name: str | None, schema: Schema, root: Schema) -> str:
             is_text = "false" if _is_json(schema, root) else "true"
             kind = f' string="{is_text}"' if says_kind else ""
             begin, end = f'<{tag}parameter name="', f'"{kind}>'
@@ -123,7 +123,7 @@ def write_invoke(tag: str, *, says_kind: bool = False, line: str = "\n") -> Writ
             return f'{head} {writer.value(schema, root, close)} "\\n"'
 
         begin, end = quoted(function["name"] + '">' + line), quoted(f"</{tag}invoke>")
-        return f"{begin} {writer.parameters(function, one)} {end}"
+        return f"{begin} {writer.parameters(function, parameter)} {end}"
 
     return write
 
@@ -161,11 +161,11 @@ def _inside_m3(text: str, schemas: Schemas) -> list[ToolCall] | None:
     name, mark, body = text.partition('">')
     if not mark or not FUNCTION_NAME.fullmatch(name):
         return None
-    found = _elements(body, 0, "", 0)
-    if found is None or isinstance(found[0], str):
-        return [ToolCall(name, "{}")] if found is not None and not body.strip() else None
+    parsed = _elements(body, 0, "", 0)
+    if parsed is None or isinstance(parsed[0], str):
+        return [ToolCall(name, "{}")] if parsed is not None and not body.strip() else None
     schema = schemas.get(name, ANYTHING)
-    return [ToolCall(name, as_json(_m3_object(found[0], schema, schema)))]
+    return [ToolCall(name, as_json(_m3_object(parsed[0], schema, schema)))]
 
 
 def _elements(text: str, place: int, parent: str, depth: int) -> tuple[str | list[Element], int] | None:

@@ -94,11 +94,11 @@ def _read_muse(name: str, body: str, schemas: Schemas) -> list[ToolCall] | None:
     """All calls of a message."""
     rest, calls = body.replace(SECTION, "", 1).strip(), list[ToolCall]()
     while rest and rest != SECTION_END:
-        found = READ_INVOKE(rest, {**schemas, **_with_spaces_of_names(schemas)}, True)
-        if found is None or not rest.startswith(f"<{TAG}invoke"):
+        reading = READ_INVOKE(rest, {**schemas, **_with_spaces_of_names(schemas)}, True)
+        if reading is None or not rest.startswith(f"<{TAG}invoke"):
             return None
-        calls += [ToolCall(_known(call.name, schemas), call.arguments) for call in found[0]]
-        rest = rest[found[1] :].strip()
+        calls += [ToolCall(_known(call.name, schemas), call.arguments) for call in reading[0]]
+        rest = rest[reading[1] :].strip()
     return calls or None
 
 

@@ -92,10 +92,10 @@ def _read_llama3(text: str, schemas: Schemas, is_end: bool) -> Reading | None:
     start = skip_space(text, 0)
     while (tag := next((tag for tag in PYTHON_TAGS if text.startswith(tag, start)), None)) is not None:
         start = skip_space(text, start + len(tag))
-    found = decode_json(text, start)
+    decoded = decode_json(text, start)
     # "parameters" first: a function may have an argument of the other name.
-    call = None if found is None else json_call(found[0], {}, ("parameters", "arguments"))
-    return None if call is None or found is None else ([call], found[1])
+    call = None if decoded is None else json_call(decoded[0], {}, ("parameters", "arguments"))
+    return None if call is None or decoded is None else ([call], decoded[1])
 
 
 def _write_llama3(writer: GrammarWriter, function: Function) -> str:
@@ -120,11 +120,11 @@ def _read_mistral(text: str, schemas: Schemas, is_end: bool) -> Reading | None:
     head = MISTRAL_HEAD.match(text)
     if head is None:
         return json_list(MISTRAL_MARK)(text, schemas, is_end)
-    found = decode_json(text, head.end())
-    if found is None:
+    decoded = decode_json(text, head.end())
+    if decoded is None:
         return None
-    calls = named_json(head[1], text[head.end() : found[1]], schemas, head[2])
-    return None if calls is None else (calls, found[1])
+    calls = named_json(head[1], text[head.end() : decoded[1]], schemas, head[2])
+    return None if calls is None else (calls, decoded[1])
 
 
 def _write_mistral(writer: GrammarWriter, function: Function) -> str:
@@ -178,8 +178,8 @@ KIMI_ID = re.compile(r"\s*((?:functions\.)?([^\s:]+):\d+)\s*")
 
 def _inside_kimi(text: str, schemas: Schemas) -> list[ToolCall] | None:
     identity, mark, arguments = text.partition(KIMI_ARGUMENTS)
-    found = KIMI_ID.fullmatch(identity)
-    return None if found is None or not mark else named_json(found[2], arguments, schemas, found[1])
+    match = KIMI_ID.fullmatch(identity)
+    return None if match is None or not mark else named_json(match[2], arguments, schemas, match[1])
 
 
 def _write_kimi(writer: GrammarWriter, function: Function) -> str:

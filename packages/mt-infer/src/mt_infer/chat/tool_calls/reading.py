@@ -82,9 +82,9 @@ def json_list(begin: str) -> ReadCalls:
 
     def read(text: str, schemas: Schemas, is_end: bool) -> Reading | None:
         start = skip_space(text, len(begin))
-        found = decode_json(text, start)
-        calls = None if found is None else json_calls(text[start : found[1]], schemas)
-        return None if calls is None or found is None else (calls, found[1])
+        decoded = decode_json(text, start)
+        calls = None if decoded is None else json_calls(text[start : decoded[1]], schemas)
+        return None if calls is None or decoded is None else (calls, decoded[1])
 
     return read
 
@@ -117,12 +117,12 @@ def element_call(
     arguments: dict[str, Any] = {}
     place = skip_space(body, 0)
     while place < len(body):
-        found = element.match(body, place)
-        if found is None:
+        match = element.match(body, place)
+        if match is None:
             return None
-        key, value = found["name"].strip(), found["value"]
-        kind = None if texts is None else texts.get(found["kind"] or "")
+        key, value = match["name"].strip(), match["value"]
+        kind = None if texts is None else texts.get(match["kind"] or "")
         of_key = schema_of(schema, key) if kind is None else ({"type": "string"} if kind else {})
         arguments[key] = typed_value(value, of_key, schema)
-        place = skip_space(body, found.end())
+        place = skip_space(body, match.end())
     return [ToolCall(name, as_json(arguments))] if FUNCTION_NAME.fullmatch(name) else None

@@ -15,17 +15,17 @@ PYTHON_WORDS = {"True": True, "False": False, "None": None}
 def schema_of(parameters: Schema, name: str) -> Schema:
     """The schema of one parameter; {} for one that is not declared."""
     declared = resolved(parameters, parameters)
-    found = _entry(declared, "properties").get(name)
-    if found is None:
+    schema = _entry(declared, "properties").get(name)
+    if schema is None:
         # A schema may be put together from others, which then hold the properties.
         branches = [resolved(branch, parameters) for branch in alternatives(declared)]
-        found = next((entry for branch in branches if (entry := _entry(branch, "properties").get(name))), ANYTHING)
-    return found if isinstance(found, Mapping) else ANYTHING
+        schema = next((entry for branch in branches if (entry := _entry(branch, "properties").get(name))), ANYTHING)
+    return schema if isinstance(schema, Mapping) else ANYTHING
 
 
 def _entry(schema: Schema, key: str) -> Mapping[str, Any]:
-    found = schema.get(key)
-    return found if isinstance(found, Mapping) else ANYTHING
+    entry = schema.get(key)
+    return entry if isinstance(entry, Mapping) else ANYTHING
 
 
 def alternatives(schema: Schema) -> list[Schema]:
@@ -39,12 +39,12 @@ def resolved(schema: Schema, root: Schema) -> Schema:
         reference = schema.get("$ref")
         if not isinstance(reference, str) or not reference.startswith("#/"):
             return schema
-        found: Any = root
+        target: Any = root
         for part in reference[2:].split("/"):
-            found = found.get(part) if isinstance(found, Mapping) else None
-        if not isinstance(found, Mapping):
+            target = target.get(part) if isinstance(target, Mapping) else None
+        if not isinstance(target, Mapping):
             return ANYTHING
-        schema = found
+        schema = target
     return ANYTHING
 
 

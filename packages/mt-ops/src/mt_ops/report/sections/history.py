@@ -63,30 +63,30 @@ def described(entry: Mapping[str, Any]) -> str:
 
 def evaluations(runs: Sequence[Run]) -> Section | None:
     """A row for each evaluation of each run, with all metrics of validation sets and of evaluators."""
-    parts = [_evaluations_of(run, found, len(runs) == 1) for run in runs if (found := _evaluated(run))]
+    parts = [_evaluations_of(run, evaluated, len(runs) == 1) for run in runs if (evaluated := _evaluated(run))]
     return Section("evaluations", "Evaluations", "".join(parts)) if parts else None
 
 
 def _evaluated(run: Run) -> dict[int, dict[str, Any]]:
     """Step -> time and metrics. A step that a later process took again has what that one measured."""
-    found: dict[int, dict[str, Any]] = {}
+    by_step: dict[int, dict[str, Any]] = {}
     for entry in run.events:
         step = entry["iteration"]
         if entry["kind"] == "start":
-            found = {earlier: values for earlier, values in found.items() if earlier <= step}
+            by_step = {earlier: values for earlier, values in by_step.items() if earlier <= step}
         elif entry["kind"] == "evaluation" and "values" in entry:
-            found.setdefault(step, {}).update({**entry["values"], "time": entry["time"]})
-    return found
+            by_step.setdefault(step, {}).update({**entry["values"], "time": entry["time"]})
+    return by_step
 
 
-def _evaluations_of(run: Run, found: Mapping[int, Mapping[str, Any]], is_open: bool) -> str:
+def _evaluations_of(run: Run, by_step: Mapping[int, Mapping[str, Any]], is_open: bool) -> str:
     hidden = ("iteration", "time")
-    names = list(dict.fromkeys(name for values in found.values() for name in values if name not in hidden))
-    kept = sorted(found)[-MOST_EVENTS:]
-    rows = [[step, clock_time(found[step]["time"]), *(found[step].get(name) for name in names)] for step in kept]
-    rest = note(f"{len(found) - len(kept)} earlier ones are in events.jsonl.") if len(kept) < len(found) else ""
+    names = list(dict.fromkeys(name for values in by_step.values() for name in values if name not in hidden))
+    kept = sorted(by_step)[-MOST_EVENTS:]
+    rows = [[step, clock_time(by_step[step]["time"]), *(by_step[step].get(name) for name in names)] for step in kept]
+    rest = note(f"{len(by_step) - len(kept)} earlier ones are in events.jsonl.") if len(kept) < len(by_step) else ""
     return details(
-        f"{run.name}: {len(found)} evaluations", table(["step", "time", *names], rows) + rest, is_open=is_open
+        f"{run.name}: {len(by_step)} evaluations", table(["step", "time", *names], rows) + rest, is_open=is_open
     )
 
 

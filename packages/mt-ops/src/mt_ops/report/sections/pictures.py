@@ -81,7 +81,7 @@ def _timeline(run: Run) -> str | None:
     file = run.config.get("logging.trace_schedule")
     if not isinstance(file, str) or not file.endswith(".json"):
         return None
-    content = next((found for path in (Path(file), run.path / Path(file).name) if (found := read_json(path))), None)
+    content = next((trace for path in (Path(file), run.path / Path(file).name) if (trace := read_json(path))), None)
     if not isinstance(content, Mapping) or "traceEvents" not in content:
         return None
     spans = [event for event in content["traceEvents"] if event.get("ph") == "X"]

@@ -114,9 +114,9 @@ class _OneExponential(RowKernels):
         if ids < logits.shape[1]:
             logits[:, ids:] = 0.0  # the gradient of padding
         exponentials = logits[:, :ids]
-        own = _exponentials_(exponentials, columns)
-        largest = own[0].clone()  # of this rank; the reduction puts that of all ranks into `own`
-        losses, lse = reduce_statistics(own, axis)
+        rank_statistics = _exponentials_(exponentials, columns)
+        largest = rank_statistics[0].clone()  # of this rank; the reduction puts that of all ranks in its place
+        losses, lse = reduce_statistics(rank_statistics, axis)
         _gradient_of_exponentials_(exponentials, columns, (largest - lse).exp(), factor)
         return losses
 

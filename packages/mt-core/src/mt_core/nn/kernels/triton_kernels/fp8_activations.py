@@ -86,8 +86,8 @@ def _fp8_amax_of_activation(
         row = (first + step * programs).to(tl.int64)
         for start in range(0, width, BLOCK):
             column = start + tl.arange(0, BLOCK)
-            one, other = _halves(x, grad, row, column, width, column < width, NAME, GRADIENT)
-            largest = tl.maximum(largest, tl.maximum(magnitude_bits(one), magnitude_bits(other)))
+            gate_half, other = _halves(x, grad, row, column, width, column < width, NAME, GRADIENT)
+            largest = tl.maximum(largest, tl.maximum(magnitude_bits(gate_half), magnitude_bits(other)))
     tl.store(parts + first, tl.max(largest, 0))
 
 
@@ -182,8 +182,8 @@ def _fp8_cast_rows_of_activation(
     for first in range(0, extent, BLOCK):
         place = first + tl.arange(0, BLOCK)[None, :].to(tl.int64)
         row, column = (place, line) if TURNED else (line, place)
-        one, other = _halves(x, grad, row, column, width, (line < lines) & (place < extent), NAME, GRADIENT)
-        largest = tl.maximum(largest, magnitude_bits(one))
+        gate_half, other = _halves(x, grad, row, column, width, (line < lines) & (place < extent), NAME, GRADIENT)
+        largest = tl.maximum(largest, magnitude_bits(gate_half))
         second = tl.maximum(second, magnitude_bits(other))
     # A row [gate | up] has one scale for both halves.
     if not TURNED:
@@ -202,10 +202,10 @@ def _fp8_cast_rows_of_activation(
     for first in range(0, end, BLOCK):
         place = first + tl.arange(0, BLOCK)[None, :].to(tl.int64)
         row, column = (place, line) if TURNED else (line, place)
-        one, other = _halves(x, grad, row, column, width, (line < lines) & (place < extent), NAME, GRADIENT)
+        gate_half, other = _halves(x, grad, row, column, width, (line < lines) & (place < extent), NAME, GRADIENT)
         target, within = data + line * length + place, (line < lines) & (place < end)
-        one = tl.clamp(tl.div_rn(one, divisor), -LARGEST, LARGEST, propagate_nan=tl.PropagateNan.ALL)
-        tl.store(target, rounded(one, data.dtype.element_ty, EMULATED), mask=within)
+        gate_half = tl.clamp(tl.div_rn(gate_half, divisor), -LARGEST, LARGEST, propagate_nan=tl.PropagateNan.ALL)
+        tl.store(target, rounded(gate_half, data.dtype.element_ty, EMULATED), mask=within)
         if GRADIENT:
             other = tl.clamp(tl.div_rn(other, divisor_of_other), -LARGEST, LARGEST, propagate_nan=tl.PropagateNan.ALL)
             tl.store(target + behind, rounded(other, data.dtype.element_ty, EMULATED), mask=within)
