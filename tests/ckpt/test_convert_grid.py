@@ -197,6 +197,7 @@ CASES: dict[str, dict[str, Any]] = {
     "lfm3": {**FOUR_LAYERS["lfm3"], "layer_pattern": "CWGC"},
     "afmoe": {
         **FOUR_LAYERS["afmoe"],
+        "window_attn_skip_freq": 4,
         "moe": {**FOUR_LAYERS["afmoe"]["moe"], "moe_layer_freq": "([0]*1+[1]*3)"},
     },
     "minimax_m3_vl": convert_cases.MINIMAX_M3_VL,
@@ -277,7 +278,7 @@ UNABLE = {
         *("gemma4", "gemma4_experts", "phi3_unscaled", "ministral3", "seed_oss", "ernie4_5", "hunyuan", "minimax_m2"),
         *("lfm2", "glm4_moe_lite", "mistral4", "kimi_linear", "qwen_next", "jamba", "falcon_h1", "hybrid_experts"),
         *("granite_hybrid", "ernie4_5_moe", "hunyuan_v1_moe", "lfm2_moe", "dots1", "deepseek_v32", "glm_5", "kimi_k3"),
-        *("exaone_moe", "glm4_moe"),
+        *("exaone_moe", "glm4_moe", "afmoe"),
     },
     "megatron": NO_MEGATRON,
     "megatron-dist": NO_MEGATRON,

@@ -257,6 +257,14 @@ MODELS: dict[str, dict[str, Any]] = {
         "ffn_hidden_size": 96,
         "moe": {**BIASED, "moe_router_topk_scaling_factor": 2.5},
     },
+    "afmoe": {
+        "family": "afmoe",
+        **GROUPED,
+        "kv_channels": 32,
+        "sliding_window": 4,
+        **YARN,
+        "moe": {**BIASED, "moe_router_topk_scaling_factor": 2.826},
+    },
     "lfm2moe": {
         "family": "lfm2",
         **GROUPED,

@@ -14,6 +14,7 @@ SPEC = ModelSpec(
     presets=Lazy("mt_models.afmoe.config:PRESETS"),
     name_maps={
         "hf": Lazy("mt_models.afmoe.hugging_face:HUGGING_FACE"),
+        "gguf": Lazy("mt_models.afmoe.gguf:GGUF"),
         "megatron": Lazy("mt_models.afmoe.config:MEGATRON"),
     },
     training_flops=Lazy("mt_models.afmoe.flops:training_flops"),
