@@ -265,6 +265,16 @@ MODELS: dict[str, dict[str, Any]] = {
         **YARN,
         "moe": {**BIASED, "moe_router_topk_scaling_factor": 2.826},
     },
+    "mimo2": {
+        "family": "mimo_v2_flash",
+        **GROUPED,
+        "kv_channels": 32,
+        "v_head_dim": 16,
+        "sliding_window": 4,
+        "window_attn_skip_freq": "[0,1,1,0]",
+        "moe": {key: value for key, value in BIASED.items() if "shared" not in key},
+        "mtp_num_layers": 2,
+    },
     "lfm2moe": {
         "family": "lfm2",
         **GROUPED,

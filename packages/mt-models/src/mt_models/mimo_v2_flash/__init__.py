@@ -14,6 +14,7 @@ SPEC = ModelSpec(
     presets=Lazy("mt_models.mimo_v2_flash.config:PRESETS"),
     name_maps={
         "hf": Lazy("mt_models.mimo_v2_flash.hugging_face:HUGGING_FACE"),
+        "gguf": Lazy("mt_models.mimo_v2_flash.gguf:GGUF"),
         "megatron": Lazy("mt_models.mimo_v2_flash.config:MEGATRON"),
     },
     training_flops=Lazy("mt_models.mimo_v2_flash.flops:training_flops"),
