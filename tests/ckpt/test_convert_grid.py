@@ -278,7 +278,7 @@ UNABLE = {
         *("gemma4", "gemma4_experts", "phi3_unscaled", "ministral3", "seed_oss", "ernie4_5", "hunyuan", "minimax_m2"),
         *("lfm2", "glm4_moe_lite", "mistral4", "kimi_linear", "qwen_next", "jamba", "falcon_h1", "hybrid_experts"),
         *("granite_hybrid", "ernie4_5_moe", "hunyuan_v1_moe", "lfm2_moe", "dots1", "deepseek_v32", "glm_5", "kimi_k3"),
-        *("exaone_moe", "glm4_moe", "afmoe", "mimo_v2_flash"),
+        *("exaone_moe", "glm4_moe", "afmoe", "mimo_v2_flash", "hy_v3"),
     },
     "megatron": NO_MEGATRON,
     "megatron-dist": NO_MEGATRON,

@@ -275,6 +275,13 @@ MODELS: dict[str, dict[str, Any]] = {
         "moe": {key: value for key, value in BIASED.items() if "shared" not in key},
         "mtp_num_layers": 2,
     },
+    "hy_v3": {
+        "family": "hy_v3",
+        **GROUPED,
+        "kv_channels": 32,
+        "moe": {**BIASED, "moe_router_topk_scaling_factor": 2.826},
+        "mtp_num_layers": 1,
+    },
     "lfm2moe": {
         "family": "lfm2",
         **GROUPED,

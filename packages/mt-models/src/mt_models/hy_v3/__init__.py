@@ -12,6 +12,7 @@ SPEC = ModelSpec(
     presets=Lazy("mt_models.hy_v3.config:PRESETS"),
     name_maps={
         "hf": Lazy("mt_models.hy_v3.hugging_face:HUGGING_FACE"),
+        "gguf": Lazy("mt_models.hy_v3.gguf:GGUF"),
         "megatron": Lazy("mt_models.hy_v3.config:MEGATRON"),
     },
     training_flops=Lazy("mt_models.flops:predicting_training_flops"),
