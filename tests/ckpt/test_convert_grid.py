@@ -278,7 +278,7 @@ UNABLE = {
         *("gemma4", "gemma4_experts", "phi3_unscaled", "ministral3", "seed_oss", "ernie4_5", "hunyuan", "minimax_m2"),
         *("lfm2", "glm4_moe_lite", "mistral4", "kimi_linear", "qwen_next", "jamba", "falcon_h1", "hybrid_experts"),
         *("granite_hybrid", "ernie4_5_moe", "hunyuan_v1_moe", "lfm2_moe", "dots1", "deepseek_v32", "glm_5", "kimi_k3"),
-        *("exaone_moe", "glm4_moe", "afmoe", "mimo_v2_flash", "hy_v3"),
+        *("exaone_moe", "glm4_moe", "afmoe", "mimo_v2_flash", "hy_v3", "step3p7"),
     },
     "megatron": NO_MEGATRON,
     "megatron-dist": NO_MEGATRON,
@@ -298,6 +298,7 @@ ROUNDED: dict[str, dict[str, tuple[str, ...]]] = {
     "gguf": {
         **dict.fromkeys(("mamba", "jamba", "kimi_linear", "hybrid_experts", "granite_hybrid"), ("A_log",)),
         "qwen_next": ("A_log", "layernorm.weight"),
+        "step3p7": ("layernorm.weight",),
     }
 }
 """Format -> models that it has words for, and ends of the names of parameters that it holds as a function of ours,

@@ -282,6 +282,21 @@ MODELS: dict[str, dict[str, Any]] = {
         "moe": {**BIASED, "moe_router_topk_scaling_factor": 2.826},
         "mtp_num_layers": 1,
     },
+    "step35": {
+        "family": "step3p7",
+        **GROUPED,
+        "kv_channels": 32,
+        "num_window_attention_heads": 6,
+        "sliding_window": 4,
+        "window_attn_skip_freq": "[0,1,1,0]",
+        "rope_scaling_type": "llama3",
+        "rope_scaling_factor": 2.0,
+        "rope_high_freq_factor": 32.0,
+        "original_max_position_embeddings": 32,
+        "expert_swiglu_limits": [0.0, 0.2, 0.0, 0.3],
+        "shared_expert_swiglu_limits": [0.3, 0.0, 0.2, 0.25],
+        "moe": {**BIASED, "moe_router_topk_scaling_factor": 3.0},
+    },
     "lfm2moe": {
         "family": "lfm2",
         **GROUPED,
@@ -473,7 +488,7 @@ def save_model(path: Path, keys: dict[str, Any], host: PluginHost, scale: float 
     generator = torch.Generator().manual_seed(1)
     state = {
         f"model.{name}": torch.randn(parameter.shape, generator=generator) * scale
-        + float("norm" in name and name.endswith("weight") and keys["family"] != "gemma")
+        + float("norm" in name and name.endswith("weight") and keys["family"] not in ("gemma", "step3p7"))
         for name, parameter in build_model(config, host).named_parameters()
     }
     if keys["family"] == "gemma4":

@@ -85,6 +85,10 @@ class ArchitectureMetadata:
             raise CheckpointError(f"{self.architecture}.{key} has {len(flags)} entries for {layers} layers")
         return flags
 
+    def decimals(self, key: str) -> list[float]:
+        """One for each layer; none where the file does not have the key."""
+        return [float(shortest(value)) for value in list_of(self._file.metadata, f"{self.architecture}.{key}", float)]
+
     def has_tensor(self, name: str) -> bool:
         return name in self._file.tensors
 

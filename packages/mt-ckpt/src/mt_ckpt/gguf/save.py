@@ -110,7 +110,7 @@ def _model_metadata(architecture: Architecture, external: Mapping[str, Any]) -> 
 
 def _described(name: str, values: Mapping[str, Any], has_importance: bool) -> Model:
     heads, groups = values.get(f"{name}.attention.head_count", 1), values.get(f"{name}.attention.head_count_kv", 1)
-    groups = max(groups) if isinstance(groups, list) else groups
+    heads, groups = (max(number) if isinstance(number, list) else number for number in (heads, groups))
     return Model(
         layers=values[f"{name}.block_count"],
         experts=values.get(f"{name}.expert_count", 0),

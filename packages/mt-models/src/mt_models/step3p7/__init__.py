@@ -13,6 +13,7 @@ SPEC = ModelSpec(
     presets=Lazy("mt_models.step3p7.config:PRESETS"),
     name_maps={
         "hf": Lazy("mt_models.step3p7.hugging_face:HUGGING_FACE"),
+        "gguf": Lazy("mt_models.step3p7.gguf:GGUF"),
         "megatron": Lazy("mt_models.step3p7.config:MEGATRON"),
     },
     training_flops=Lazy("mt_models.step3p7.flops:training_flops"),
