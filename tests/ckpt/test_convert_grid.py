@@ -278,7 +278,7 @@ UNABLE = {
         *("gemma4", "gemma4_experts", "phi3_unscaled", "ministral3", "seed_oss", "ernie4_5", "hunyuan", "minimax_m2"),
         *("lfm2", "glm4_moe_lite", "mistral4", "kimi_linear", "qwen_next", "jamba", "falcon_h1", "hybrid_experts"),
         *("granite_hybrid", "ernie4_5_moe", "hunyuan_v1_moe", "lfm2_moe", "dots1", "deepseek_v32", "glm_5", "kimi_k3"),
-        *("exaone_moe", "glm4_moe", "afmoe", "mimo_v2_flash", "hy_v3", "step3p7"),
+        *("exaone_moe", "glm4_moe", "afmoe", "mimo_v2_flash", "hy_v3", "step3p7", "t5"),
     },
     "megatron": NO_MEGATRON,
     "megatron-dist": NO_MEGATRON,
@@ -304,7 +304,7 @@ ROUNDED: dict[str, dict[str, tuple[str, ...]]] = {
 """Format -> models that it has words for, and ends of the names of parameters that it holds as a function of ours,
 which rounds: GGUF has -exp(A_log), and norms plus one. `test_what_is_rounded` has them; all else is compared bit for
 bit."""
-MULTIPLIED = {"gguf": {"falcon_h1", "kimi_k3"}}
+MULTIPLIED = {"gguf": {"falcon_h1", "kimi_k3", "t5"}}
 """Format -> models whose matrices contain factors of the configuration, or of other parameters, in it, so that what is
 read is another model with the same outputs (test_gguf_save.py)."""
 UNCUT = ("t5", "t5_learned_positions", "gemma4", "gemma4_vl")

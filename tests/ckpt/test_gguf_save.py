@@ -88,9 +88,11 @@ def test_factors_of_falcon_h1_are_in_its_matrices(make_model, host, tmp_path: Pa
 
 
 @pytest.mark.slow
-def test_products_of_norms_and_queries_of_kimi_k3_make_the_same_logits(make_model, host, tmp_path: Path) -> None:
-    """The file holds products, which are read as queries behind norms of 1."""
-    source = make_model(**FAMILIES["kimi_k3"])
+@pytest.mark.parametrize("keys", [FAMILIES["kimi_k3"], FAMILIES["t5"]], ids=lambda keys: keys["family"])
+def test_what_is_read_computes_the_same(keys: dict[str, Any], make_model, host, tmp_path: Path) -> None:
+    """Products of norms and queries of kimi_k3 are read as queries behind norms of 1; of T5's last norm and the factor
+    of its output, as the norm of a model that does not scale it."""
+    source = make_model(**keys)
     convert(source, tmp_path / "g", saver="gguf", host=host)
     convert(tmp_path / "g", tmp_path / "back", saver="mt", host=host)
     ours, theirs = (logits_of(path, host) for path in (source, tmp_path / "back"))
@@ -103,8 +105,9 @@ def logits_of(path: Path, host: PluginHost) -> torch.Tensor:
     config = model_config(reader, host)
     model = build_model(config, host).eval()
     load_parameters(model.named_parameters(), reader, parameter_layouts(model), "model.", ParallelContext())
+    ids = torch.tensor([[3, 7, 1, 0, 9]])
     with torch.no_grad():
-        return model(torch.tensor([[3, 7, 1, 0, 9]]))
+        return model(ids, ids) if config.model.family == "t5" else model(ids)
 
 
 def info(*shape: int) -> TensorInfo:

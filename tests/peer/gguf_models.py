@@ -58,6 +58,14 @@ ENCODER = {
     "add_lm_head": False,
 }
 
+T5 = {key: value for key, value in SHAPE.items() if key != "max_position_embeddings"}
+T5 |= {"family": "t5", "decoder_num_layers": 3, "kv_channels": 32, "ffn_hidden_size": 96}
+ENCODER_DECODERS: dict[str, dict[str, Any]] = {
+    "t5": T5,
+    "t5 1.1": {**T5, "activation": "geglu_tanh", "untie_embeddings_and_output_weights": True},
+    "umt5": {**T5, "activation": "geglu_tanh", "relative_attention_bias_per_layer": True},
+}
+
 MODELS: dict[str, dict[str, Any]] = {
     "llama": {"family": "llama", **GROUPED},
     "llama_tied": {

@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 import torch
 from tests.peer.environment import peer_with
-from tests.peer.gguf_models import ENCODER, MODELS, VOCAB, save_model
+from tests.peer.gguf_models import ENCODER, ENCODER_DECODERS, MODELS, VOCAB, save_model
 
 from mt_ckpt.convert import convert
 from mt_ckpt.convert.reader_loss import token_inputs
@@ -41,12 +41,17 @@ def ask(folder: Path, **job: Any) -> Any:
     return np.load(output)
 
 
+def loaded(path: Path, host: Any) -> torch.nn.Module:
+    """The model of a checkpoint of mt's."""
+    reader = open_checkpoint(path)
+    model = build_model(model_config(reader, host), host).eval()
+    load_parameters(model.named_parameters(), reader, parameter_layouts(model), "model.", ParallelContext())
+    return model
+
+
 def our_logits(path: Path, host: Any, ids: list[int]) -> np.ndarray:
     """[len(ids), vocabulary] of a checkpoint of mt's."""
-    reader = open_checkpoint(path)
-    config = model_config(reader, host)
-    model = build_model(config, host).eval()
-    load_parameters(model.named_parameters(), reader, parameter_layouts(model), "model.", ParallelContext())
+    model = loaded(path, host)
     names = token_inputs(model, VOCAB)
     assert names is not None
     rows = next(name for name, value in names.items() if value.dtype == torch.long and value.shape[0] <= 2)
@@ -64,6 +69,18 @@ def test_the_same_logits(name: str, host: Any, tmp_path: Path) -> None:
     convert(source, tmp_path / "m", saver="gguf", host=host)
     theirs = ask(tmp_path, file=str(tmp_path / "m" / "m.gguf"), ids=IDS)["logits"]
     ours = our_logits(source, host, IDS)
+    assert np.abs(ours - theirs).max() < 0.01 * ours.std()
+    assert (ours.argmax(axis=1) == theirs.argmax(axis=1)).all()
+
+
+@pytest.mark.parametrize("name", ENCODER_DECODERS)
+def test_the_same_logits_of_a_decoder_behind_an_encoder(name: str, host: Any, tmp_path: Path) -> None:
+    source = save_model(tmp_path / "source", ENCODER_DECODERS[name], host)
+    convert(source, tmp_path / "m", saver="gguf", host=host)
+    first, second = IDS, IDS[:7]
+    theirs = ask(tmp_path, file=str(tmp_path / "m" / "m.gguf"), encoder_ids=first, ids=second)["logits"]
+    with torch.no_grad():
+        ours = loaded(source, host)(torch.tensor([first]), torch.tensor([second]))[0].numpy()
     assert np.abs(ours - theirs).max() < 0.01 * ours.std()
     assert (ours.argmax(axis=1) == theirs.argmax(axis=1)).all()
 

@@ -56,6 +56,11 @@ def declare() -> None:
         function.restype, function.argtypes = result, arguments
 
 
+def batch_of(ids: list[int]) -> Batch:
+    """With outputs at all ids."""
+    return Batch(len(ids), (ctypes.c_int32 * len(ids))(*ids), logits=(ctypes.c_int8 * len(ids))(*[1] * len(ids)))
+
+
 class Model:
     def __init__(self, file: str, length: int) -> None:
         self.model = LIBRARY.llama_model_load_from_file(file.encode(), LIBRARY.llama_model_default_params())
@@ -71,18 +76,20 @@ class Model:
 
     def logits(self, ids: list[int]) -> np.ndarray:
         """[len(ids), vocabulary], after what was decoded before."""
-        batch = Batch(len(ids), (ctypes.c_int32 * len(ids))(*ids), logits=(ctypes.c_int8 * len(ids))(*[1] * len(ids)))
-        if LIBRARY.llama_decode(self.context, batch):
+        if LIBRARY.llama_decode(self.context, batch_of(ids)):
             sys.exit("llama_decode failed")
         size = LIBRARY.llama_vocab_n_tokens(self.vocabulary)
         return np.ctypeslib.as_array(LIBRARY.llama_get_logits(self.context), (len(ids), size)).copy()
 
+    def encode(self, ids: list[int]) -> None:
+        """What a decoder reads whose ids follow."""
+        if LIBRARY.llama_encode(self.context, batch_of(ids)):
+            sys.exit("llama_encode failed")
+
     def states(self, ids: list[int]) -> np.ndarray:
         """[len(ids), width] of an encoder, behind its last norm."""
         LIBRARY.llama_set_embeddings(self.context, True)
-        batch = Batch(len(ids), (ctypes.c_int32 * len(ids))(*ids), logits=(ctypes.c_int8 * len(ids))(*[1] * len(ids)))
-        if LIBRARY.llama_encode(self.context, batch):
-            sys.exit("llama_encode failed")
+        self.encode(ids)
         width = LIBRARY.llama_model_n_embd(self.model)
         return np.ctypeslib.as_array(LIBRARY.llama_get_embeddings(self.context), (len(ids), width)).copy()
 
@@ -119,7 +126,10 @@ def main() -> None:
         if "ids" in job and job.get("encode"):
             found["states"] = Model(job["file"], job["length"]).states(job["ids"])
         elif "ids" in job:
-            found["logits"] = Model(job["file"], job["length"]).logits(job["ids"])
+            model = Model(job["file"], job["length"])
+            if "encoder_ids" in job:
+                model.encode(job["encoder_ids"])
+            found["logits"] = model.logits(job["ids"])
         if "greedy" in job:
             found["greedy"] = np.array(Model(job["file"], job["length"]).greedy(job["ids"], job["greedy"]))
         if "texts" in job:

@@ -12,6 +12,7 @@ SPEC = ModelSpec(
     presets=Lazy("mt_models.t5.config:PRESETS"),
     name_maps={
         "hf": Lazy("mt_models.t5.hugging_face:HUGGING_FACE"),
+        "gguf": Lazy("mt_models.t5.gguf:GGUF"),
         "megatron": Lazy("mt_models.t5.megatron:MEGATRON"),
     },
     training_flops=Lazy("mt_models.t5.config:training_flops"),
