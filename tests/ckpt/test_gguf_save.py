@@ -32,8 +32,9 @@ from mt_core.nn.layout import parameter_layouts
 from mt_core.parallel.context import ParallelContext
 from mt_core.plugins import PluginHost
 from mt_core.train.checkpoint.state import load_parameters
+from mt_models.bert.hugging_face import CONFIG_MAPS
 
-FALCON_H1 = FAMILIES["falcon_h1"]
+FALCON_H1, BERT = FAMILIES["falcon_h1"], CONFIG_MAPS["bert"]
 WIDE = {**LLAMA, "hidden_size": 256, "ffn_hidden_size": 512, "vocab_size": 96}
 
 
@@ -87,8 +88,12 @@ def test_factors_of_falcon_h1_are_in_its_matrices(make_model, host, tmp_path: Pa
     torch.testing.assert_close(theirs, ours, rtol=1e-4, atol=1e-5)
 
 
+ENCODER = {**FAMILIES["bert"], "layernorm_placement": "post", "add_lm_head": False, "bert_binary_head": False}
+ENCODER |= {"add_pooler": True}
+
+
 @pytest.mark.slow
-@pytest.mark.parametrize("keys", [FAMILIES["kimi_k3"], FAMILIES["t5"]], ids=lambda keys: keys["family"])
+@pytest.mark.parametrize("keys", [FAMILIES["kimi_k3"], FAMILIES["t5"], ENCODER], ids=lambda keys: keys["family"])
 def test_what_is_read_computes_the_same(keys: dict[str, Any], make_model, host, tmp_path: Path) -> None:
     """Products of norms and queries of kimi_k3 are read as queries behind norms of 1; of T5's last norm and the factor
     of its output, as the norm of a model that does not scale it."""
@@ -107,7 +112,15 @@ def logits_of(path: Path, host: PluginHost) -> torch.Tensor:
     load_parameters(model.named_parameters(), reader, parameter_layouts(model), "model.", ParallelContext())
     ids = torch.tensor([[3, 7, 1, 0, 9]])
     with torch.no_grad():
-        return model(ids, ids) if config.model.family == "t5" else model(ids)
+        output = model(ids, ids) if config.model.family == "t5" else model(ids)
+    return output[0] if isinstance(output, tuple) else output
+
+
+def test_an_encoder_without_a_pooler_is_read() -> None:
+    """As llama.cpp's converter writes BERT."""
+    external = {"architectures": ["BertModel"], "num_attention_heads": 4, "add_pooling_layer": False}
+    assert BERT.import_value(external)["add_pooler"] is False
+    assert BERT.import_value({**external, "add_pooling_layer": True})["add_pooler"] is True
 
 
 def info(*shape: int) -> TensorInfo:

@@ -50,12 +50,22 @@ MIXERS = {
     "mamba_chunk_size": 8,
 }
 
-ENCODER = {
-    "family": "modernbert",
-    **SHAPE,
-    "ffn_hidden_size": 96,
-    "local_attention": 6,
-    "add_lm_head": False,
+ENCODERS: dict[str, dict[str, Any]] = {
+    "modern-bert": {
+        "family": "modernbert",
+        **SHAPE,
+        "ffn_hidden_size": 96,
+        "local_attention": 6,
+        "add_lm_head": False,
+    },
+    "bert": {
+        "family": "bert",
+        **SHAPE,
+        "layernorm_placement": "post",
+        "add_lm_head": False,
+        "bert_binary_head": False,
+        "add_pooler": True,
+    },
 }
 
 T5 = {key: value for key, value in SHAPE.items() if key != "max_position_embeddings"}

@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 import torch
 from tests.peer.environment import peer_with
-from tests.peer.gguf_models import ENCODER, ENCODER_DECODERS, MODELS, VOCAB, save_model
+from tests.peer.gguf_models import ENCODER_DECODERS, ENCODERS, MODELS, VOCAB, save_model
 
 from mt_ckpt.convert import convert
 from mt_ckpt.convert.reader_loss import token_inputs
@@ -85,9 +85,10 @@ def test_the_same_logits_of_a_decoder_behind_an_encoder(name: str, host: Any, tm
     assert (ours.argmax(axis=1) == theirs.argmax(axis=1)).all()
 
 
-def test_the_same_states_of_an_encoder(host: Any, tmp_path: Path) -> None:
+@pytest.mark.parametrize("name", ENCODERS)
+def test_the_same_states_of_an_encoder(name: str, host: Any, tmp_path: Path) -> None:
     """llama.cpp approximates gelu by tanh."""
-    source = save_model(tmp_path / "source", ENCODER, host)
+    source = save_model(tmp_path / "source", ENCODERS[name], host)
     convert(source, tmp_path / "m", saver="gguf", host=host)
     theirs = ask(tmp_path, file=str(tmp_path / "m" / "m.gguf"), ids=IDS, encode=True)["states"]
     ours = our_logits(source, host, IDS)

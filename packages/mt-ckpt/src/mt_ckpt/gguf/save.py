@@ -105,7 +105,11 @@ def _model_metadata(architecture: Architecture, external: Mapping[str, Any]) -> 
         key.theirs: key.kind(external[key.ours]) for key in architecture.keys if external.get(key.ours) is not None
     }
     values |= architecture.write(external)
-    return {f"{architecture.name}.{key}": value for key, value in values.items()}
+    return {_whole_key(architecture.name, key): value for key, value in values.items()}
+
+
+def _whole_key(architecture: str, key: str) -> str:
+    return key if key.startswith("tokenizer.") else f"{architecture}.{key}"
 
 
 def _described(name: str, values: Mapping[str, Any], has_importance: bool) -> Model:

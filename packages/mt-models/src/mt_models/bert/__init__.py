@@ -13,6 +13,7 @@ SPEC = ModelSpec(
     presets=Lazy("mt_models.bert.config:PRESETS"),
     name_maps={
         "hf": Lazy("mt_models.bert.hugging_face:HUGGING_FACE"),
+        "gguf": Lazy("mt_models.bert.gguf:GGUF"),
         "megatron": Lazy("mt_models.bert.megatron:MEGATRON"),
     },
     training_flops=Lazy("mt_models.bert.config:training_flops"),

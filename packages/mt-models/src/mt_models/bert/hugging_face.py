@@ -64,6 +64,11 @@ def heads_of(external: Mapping[str, Any], stem: str) -> Heads:
     return known[require_known("architectures", str(named[0]), known)]
 
 
+POOLER_KEY = "add_pooling_layer"
+"""False: the encoder has no pooler, as in most files of other formats. An option of the class, which a config.json of
+transformers does not have."""
+
+
 def class_of(model: Mapping[str, Any], stem: str) -> str:
     """The class that has the heads of a [model] section."""
     binary = bool(model.get("bert_binary_head"))
@@ -123,7 +128,7 @@ def config_map(model_type: str) -> ConfigMap:
             "use_scaled_init_method": False,
             "add_lm_head": heads.lm,
             "bert_binary_head": heads.binary,
-            "add_pooler": heads.pooler,
+            "add_pooler": heads.pooler and bool(external.get(POOLER_KEY, True)),
         }
 
     return ConfigMap(
@@ -132,7 +137,7 @@ def config_map(model_type: str) -> ConfigMap:
         fixed=ENCODER_FIXED,
         ignored=ENCODER_IGNORED,
         import_extra=import_extra,
-        import_extra_keys=("architectures",),
+        import_extra_keys=("architectures", POOLER_KEY),
         export_extra=lambda model: {
             "architectures": [class_of(model, stem)],
             "intermediate_size": model.get("ffn_hidden_size") or 4 * model["hidden_size"],
