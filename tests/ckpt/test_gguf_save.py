@@ -90,10 +90,13 @@ def test_factors_of_falcon_h1_are_in_its_matrices(make_model, host, tmp_path: Pa
 
 ENCODER = {**FAMILIES["bert"], "layernorm_placement": "post", "add_lm_head": False, "bert_binary_head": False}
 ENCODER |= {"add_pooler": True}
+COMPRESSED = {**FAMILIES["deepseek_v4"], "compress_ratios": [0, 4, 128], "indexed_compress_ratio": 4}
+COMPRESSED |= {"rope_attention_factor": 1.0, "mtp_num_layers": 0}
+READ = [FAMILIES["kimi_k3"], FAMILIES["t5"], ENCODER, COMPRESSED]
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("keys", [FAMILIES["kimi_k3"], FAMILIES["t5"], ENCODER], ids=lambda keys: keys["family"])
+@pytest.mark.parametrize("keys", READ, ids=lambda keys: keys["family"])
 def test_what_is_read_computes_the_same(keys: dict[str, Any], make_model, host, tmp_path: Path) -> None:
     """Products of norms and queries of kimi_k3 are read as queries behind norms of 1; of T5's last norm and the factor
     of its output, as the norm of a model that does not scale it."""

@@ -353,6 +353,28 @@ MODELS: dict[str, dict[str, Any]] = {
         "dsa_indexer_topk": 4,
         "moe": BIASED,
     },
+    "deepseek4": {
+        "family": "deepseek_v4",
+        **SHAPE,
+        "kv_channels": 32,
+        "qk_pos_emb_head_dim": 16,
+        "q_lora_rank": 32,
+        "o_groups": 2,
+        "o_lora_rank": 16,
+        "sliding_window": 4,
+        "compress_ratios": [0, 4, 128, 4],
+        "dsa_indexer_n_heads": 16,
+        "dsa_indexer_head_dim": 64,
+        "dsa_indexer_topk": 2,
+        **YARN,
+        "rope_attention_factor": 1.0,
+        "moe": {
+            **{key: value for key, value in BIASED.items() if key != "moe_layer_freq"},
+            "moe_router_score_function": "sqrtsoftplus",
+            "moe_router_hash_layers": 1,
+            "moe_router_topk_scaling_factor": 1.5,
+        },
+    },
     "glm-dsa": {
         **LATENT,
         "family": "deepseek_v32",
@@ -513,6 +535,10 @@ def save_model(path: Path, keys: dict[str, Any], host: PluginHost, scale: float 
         # Its scores are not divided by the root of the head size; trained norms of queries are as small. Without it
         # attention is as sharp as no model's, and magnifies that llama.cpp keeps keys in fp16.
         state = {name: tensor / 5 if "q_layernorm" in name else tensor for name, tensor in state.items()}
+    for name, table in state.items():
+        if name.endswith("token_experts"):  # [vocabulary, k] numbers of experts, less 256
+            orders = torch.rand(len(table), keys["moe"]["num_experts"], generator=generator).argsort(1)
+            state[name] = orders[:, : table.shape[1]].float() - 256
     if keys["family"] == "kimi_k3":
         # As unlike plain means as those of a trained model.
         residuals = {name: x for name, x in state.items() if "residual" in name}

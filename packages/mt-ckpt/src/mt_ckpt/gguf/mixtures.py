@@ -85,6 +85,8 @@ def _layer(name: str) -> int:
 def _type_of(
     name: str, info: TensorInfo, mixture: str | None, model: Model, order: Mapping[str, tuple[int, int]], tied: bool
 ) -> str:
+    if info.dtype == torch.int32:
+        return "I32"
     if len(info.shape) < 2 or IN_FP32.fullmatch(name) or not name.endswith(".weight"):
         return "F32"
     if mixture is None:

@@ -12,6 +12,7 @@ SPEC = ModelSpec(
     presets=Lazy("mt_models.deepseek_v4.presets:PRESETS"),
     name_maps={
         "hf": Lazy("mt_models.deepseek_v4.hugging_face:HUGGING_FACE"),
+        "gguf": Lazy("mt_models.deepseek_v4.gguf:GGUF"),
         "megatron": Lazy("mt_models.deepseek_v4.config:MEGATRON"),
     },
     shrink=Lazy("mt_models.deepseek_v4.config:shrink_deepseek_v4"),
