@@ -23,6 +23,7 @@ from mt_ckpt.commands.convert import describe
 from mt_ckpt.convert import convert
 from mt_ckpt.files.checksum_file import CHECKSUMS
 from mt_ckpt.native import read as native
+from mt_cli.model_check import check_model
 from mt_core import specs
 from mt_core.checkpoint_lookup import open_with
 from mt_core.checkpoint_specs import CHECKPOINT_LOADERS, CHECKPOINT_SAVERS, CheckpointReader, ConvertOptions
@@ -436,6 +437,16 @@ def test_parts_of_a_published_model_that_are_not_read_are_named(host, tmp_path: 
     report = convert(folder, tmp_path / "mt", loader="hf", saver="mt", host=host)
     assert "mtp.*" in report.left_out
     assert any(line.startswith("left out") and "mtp.*" in line for line in describe(report, "mt", dry_run=False))
+
+
+def test_a_check_counts_the_layers_of_prediction_that_tensors_have(host, tmp_path: Path) -> None:
+    folder = Sources("exaone_moe", host, tmp_path).path(("hf", LAYOUTS[0]))
+    (folder / CHECKSUMS).unlink()
+    config = json.loads((folder / "config.json").read_text())
+    counted = {key: value for key, value in config.items() if key not in ("num_nextn_predict_layers", "mtp_num_layers")}
+    (folder / "config.json").write_text(json.dumps(counted))
+    report = convert(folder, tmp_path / "mt", loader="hf", saver="mt", host=host)
+    assert check_model(folder, host).parameters == report.num_parameters
 
 
 def test_a_table_of_integers_goes_from_hugging_face_to_hugging_face(host, tmp_path: Path) -> None:

@@ -107,6 +107,18 @@ def test_earlier_calls_have_the_shape_that_a_template_reads() -> None:
     ]
 
 
+def test_calls_stay_in_their_order_whatever_that_of_their_results() -> None:
+    calls = [named(number) for number in ("a", "b")]
+    answer = {"role": "assistant", "content": "", "tool_calls": calls, "reasoning_content": "Hm."}
+    results = [{"role": "tool", "content": number, "tool_call_id": number} for number in ("b", "a")]
+    shaped = shaped_history([answer, *results], SHAPES[0], "thinking", HARMONY)
+    assert [message.get("tool_call_id", "call") for message in shaped] == ["call", "a", "call", "b"]
+    assert shaped[0]["thinking"] == "Hm."
+    nameless = [{"role": "tool", "content": text} for text in ("first", "second")]
+    shaped = shaped_history([answer, *nameless], SHAPES[0], "thinking", HARMONY)
+    assert [message["content"] for message in shaped] == ["", "first", "", "second"]
+
+
 def named(number: str) -> dict[str, Any]:
     return {"id": number, "function": {"name": f"f{number}", "arguments": {"x": 1}}}
 

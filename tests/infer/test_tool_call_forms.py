@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 from tests.infer.chat_forms import ARGUMENTS, FORMS, FUNCTIONS, TEMPLATE, Published
 
-from mt_core.errors import PluginError
+from mt_core.errors import ConfigError, PluginError
 from mt_core.kinds import Lazy
 from mt_data.datasets.sft.chat_templates import ChatTemplate
 from mt_data.tokenizers.byte_level import ByteLevelTokenizer
@@ -274,3 +274,23 @@ def test_the_form_that_the_page_of_plugins_declares_is_read_and_written() -> Non
     spec = ToolCallFormSpec(name="piped", doc="", marks=(("<call>",),), form=Lazy("my_forms.forms:PIPED"))
     known: Any = {TOOL_CALL_FORMS: [*SPECS, spec]}
     assert spec_of_template("write <call>f|{}</call>", known) is spec
+
+
+@pytest.mark.parametrize("form", ["qwen3_coder", "glm", "minimax_m2", "minimax_m3", "deepseek_v32"])
+def test_texts_of_strict_functions_are_listed_or_refused(form: str) -> None:
+    def grammar(schema: dict[str, Any], *, strict: bool = True) -> str:
+        parameters = {"type": "object", "properties": {"v": schema}, "required": ["v"]}
+        return required_call(BY_NAME[form], [{"name": "f", "strict": strict, "parameters": parameters}])["grammar"]
+
+    for schema in (
+        {"type": "string", "pattern": "^[0-9]{3}$"},
+        {"type": ["string", "null"], "maxLength": 3},
+        {"type": "string", "format": "date"},
+        {"anyOf": [{"type": "string", "enum": ["p"]}, {"type": "integer"}]},
+    ):
+        with pytest.raises(ConfigError, match="function f, argument v: .* not constrained by"):
+            grammar(schema)
+        assert grammar(schema, strict=False)
+    listed = grammar({"type": ["string", "null"], "enum": ["a", 3, None]})
+    assert '("a" | "3" | "null")' in listed
+    assert grammar({"anyOf": [{"type": "string"}, {"type": "null"}]})

@@ -73,7 +73,10 @@ def check_model(path: Path, host: PluginHost) -> ModelCheck:
     left_out: Mapping[str, int] = {}
     # Without a family the names of tensors say nothing.
     if not problems and path.is_dir() and host[CHECKPOINT_LOADERS].get(HF_FORMAT).detect.load()(path):
-        tensors, left_out, problems = _check_tensors(path, host[CHECKPOINT_LOADERS].get(HF_FORMAT), host)[1:]
+        read, tensors, left_out, problems = _check_tensors(path, host[CHECKPOINT_LOADERS].get(HF_FORMAT), host)
+        # Tensors may have layers of multi-token prediction that config.json does not count, or lack some.
+        if read is not None and config is not None and read.model != config.model and parameters is not None:
+            parameters = count_parameters(read, host).total
     family = None if config is None else config.model.family
     model_type, method = str(external["model_type"]), _quantization(stored)
     return ModelCheck(str(path), model_type, family, parameters, tensors, left_out, method, problems)

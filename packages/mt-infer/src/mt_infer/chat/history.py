@@ -100,26 +100,30 @@ def _call(call: Mapping[str, Any], shape: CallShape, ids: CallIds) -> dict[str, 
 
 
 def _one_call_each(messages: Iterable[Message]) -> Iterator[Message]:
-    """Each call in a message by itself, before what it gave."""
-    waiting: list[Message] = []
+    """Each call in a message by itself, in the order of the calls, before what it gave."""
+    calls: list[Message] = []
+    results: list[Message] = []
     for message in messages:
-        if message["role"] == "tool":
-            of_message = [
-                waiting_call
-                for waiting_call in waiting
-                if waiting_call["tool_calls"][0].get("id") == message.get("tool_call_id")
-            ]
-            # Results without ids are those of the calls in their order.
-            call = (of_message or waiting)[:1]
-            yield from call
-            waiting = [waiting_call for waiting_call in waiting if waiting_call not in call]
-            yield message
+        if message["role"] == "tool" and calls:
+            results.append(message)
             continue
-        yield from waiting
-        waiting = list(_divided(message)) if message.get("tool_calls") else []
-        if not waiting:
+        yield from _with_results(calls, results)
+        calls, results = (list(_divided(message)) if message.get("tool_calls") else []), []
+        if not calls:
             yield message
-    yield from waiting
+    yield from _with_results(calls, results)
+
+
+def _with_results(calls: Sequence[Message], results: Sequence[Message]) -> Iterator[Message]:
+    numbers = [call["tool_calls"][0].get("id") for call in calls]
+    # Results without the id of a call are those of the calls that have none by id, in their order.
+    others = [result for result in results if result.get("tool_call_id") not in numbers]
+    for number, call in zip(numbers, calls, strict=True):
+        yield call
+        by_id = [result for result in results if number is not None and result.get("tool_call_id") == number]
+        yield from by_id or others[:1]
+        others = others if by_id else others[1:]
+    yield from others
 
 
 def _divided(message: Message) -> Iterator[Message]:

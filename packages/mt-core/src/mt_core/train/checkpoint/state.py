@@ -162,8 +162,8 @@ class RunState:
         if reader.metadata.get(WITHOUT_OPTIMIZER, False):
             raise CheckpointError(
                 "the checkpoint was saved without the optimizer's state (checkpoint.save_optimizer=false), so that "
-                "training cannot continue from it unchanged; start another run directory from its weights: "
-                "checkpoint.load, or load_state(..., with_optimizer=False)"
+                "training cannot continue from it unchanged; start another run directory (--run-dir) from its "
+                "weights: checkpoint.load, or load_state(..., with_optimizer=False)"
             )
         layouts = parameter_layouts(self.model)
         # Of all stages, since the checkpoint holds the whole model: a tensor of another stage is not an unexpected one.

@@ -7,7 +7,15 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 from mt_infer.chat.tool_calls.form import CallForm, Function, Reading, Schemas, ToolCall, WriteCall
-from mt_infer.chat.tool_calls.grammar import NAME, GrammarWriter, declared, quoted
+from mt_infer.chat.tool_calls.grammar import (
+    NAME,
+    GrammarWriter,
+    declared,
+    listed_values,
+    literal,
+    quoted,
+    require_enforced,
+)
 from mt_infer.chat.tool_calls.reading import FUNCTION_NAME, between, element_call
 from mt_infer.chat.tool_calls.values import (
     ANYTHING,
@@ -211,6 +219,7 @@ def _m3_object(elements: list[Element], schema: Schema, root: Schema) -> dict[st
 
 
 def _write_m3(writer: GrammarWriter, function: Function) -> str:
+    require_enforced(function)
     begin = quoted(function["name"] + '">')
     return f"{begin} {_m3_members(writer, function.get('parameters') or {}, 0)} {_m3_tag(writer, '/invoke')}"
 
@@ -250,9 +259,8 @@ def _m3_written(writer: GrammarWriter, name: str, schema: Schema, root: Schema, 
         items = schema.get("items")
         item = _m3_written(writer, "item", items if isinstance(items, Mapping) else ANYTHING, root, depth + 1)
         return f"({_m3_tag(writer, 'item')} {item})* {end}"
-    strings = schema.get("enum")
-    if types == {"string"} and strings:
-        return f"({' | '.join(map(quoted, strings))}) {end}"
+    if values := listed_values(schema):
+        return f"({' | '.join(map(literal, values))}) {end}"
     return f"{writer.json(schema, root)} {end}" if types and "string" not in types else _m3_text(writer, name)
 
 

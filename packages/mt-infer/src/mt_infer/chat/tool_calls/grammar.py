@@ -6,7 +6,8 @@ import json
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-from mt_infer.chat.tool_calls.values import Schema, resolved, schema_of, types_of
+from mt_core.errors import ConfigError
+from mt_infer.chat.tool_calls.values import Schema, alternatives, resolved, schema_of, types_of
 
 SpecialId = Callable[[str], int | None]
 """The id of a text that is one special token of the tokenizer; None for others."""
@@ -14,6 +15,8 @@ TEXT = "/(.|\\n)*/"
 NAME = "/[a-zA-Z0-9_.:-]+/"
 """Of an argument that no schema declares."""
 SPACE = "/[ \\n]{1,4}/?"
+OF_TEXTS = ("pattern", "format", "minLength", "maxLength")
+"""Keywords of a schema that arguments written as plain text are not constrained by."""
 
 
 def no_special(text: str) -> int | None:
@@ -63,9 +66,8 @@ class GrammarWriter:
         """A value as plain text and the mark behind it: a string as it is, others in JSON."""
         schema = resolved(schema, root)
         types = types_of(schema, root)
-        strings = schema.get("enum", [schema["const"]] if "const" in schema else None)
-        if types == {"string"} and strings:
-            return f"{either(quoted(text) for text in strings)} {self._end(mark, before)}"
+        if values := listed_values(schema):
+            return f"{either(map(literal, values))} {self._end(mark, before)}"
         if not types or "string" in types:
             return self.until(mark, before)
         return f"{self.json(schema, root)} {self._end(mark, before)}"
@@ -77,6 +79,7 @@ class GrammarWriter:
         """Arguments one after another, in the order of the schema; those that are not required may be missing. write:
         the expression of one, by its name, its schema and the whole one; the name is None for any."""
         root = function.get("parameters") or {}
+        require_enforced(function)
         names, required = declared(root)
         if names is None:
             return f"({write(None, {}, {})})*"
@@ -112,6 +115,39 @@ def declared(parameters: Schema) -> tuple[list[str] | None, frozenset[str]]:
     if not isinstance(properties, Mapping):
         return ([] if schema.get("additionalProperties") is False else None), frozenset()
     return list(properties), frozenset(schema.get("required") or ())
+
+
+def listed_values(schema: Schema) -> list[Any]:
+    """Those of `enum`, or of `const`."""
+    values = schema.get("enum", [schema["const"]] if "const" in schema else None)
+    return values if isinstance(values, list) else []
+
+
+def literal(value: Any) -> str:
+    """A value as plain text: a string as it is, others in JSON."""
+    return quoted(value if isinstance(value, str) else json.dumps(value))
+
+
+def require_enforced(function: Mapping[str, Any]) -> None:
+    """Raises ConfigError for a strict function with an argument whose text, as the form writes it, would be any."""
+    root = function.get("parameters") or {}
+    names, _ = declared(root)
+    for name in names or () if function.get("strict") else ():
+        if reason := _not_enforced(resolved(schema_of(root, name), root), root):
+            raise ConfigError(
+                f"function {function.get('name')}, argument {name}: texts of calls in the form of this model are not "
+                f"constrained by {reason}; leave out the keyword or strict, or list the values by enum"
+            )
+
+
+def _not_enforced(schema: Schema, root: Schema) -> str | None:
+    types = types_of(schema, root)
+    if (types and "string" not in types) or listed_values(schema):
+        return None
+    named = next((key for key in OF_TEXTS if key in schema), None)
+    branches = [resolved(branch, root) for branch in alternatives(schema)]
+    of_branch = next((branch for branch in branches if listed_values(branch) or _not_enforced(branch, root)), None)
+    return named or ("anyOf, oneOf or allOf of texts" if of_branch is not None else None)
 
 
 def quoted(text: str) -> str:

@@ -13,6 +13,7 @@ from starlette.requests import Request as HttpRequest
 from starlette.responses import JSONResponse, Response
 from torch import Tensor
 
+from mt_core.errors import ConfigError
 from mt_infer.chat.answer_parser import AnswerPart
 from mt_infer.chat.tool_calls.constraint import AnswerBeginning, behind_reasoning, offered_calls, required_call
 from mt_infer.chat.tool_calls.form import ToolCall, any_id
@@ -268,7 +269,10 @@ def _call_constraint(model: ServedModel, body: ChatBody, beginning: AnswerBeginn
         )
     if constraint(body):
         raise ApiError("tool_choice says what the answer is; leave out response_format", param="tool_choice")
-    return required_call(form, functions, beginning)
+    try:
+        return required_call(form, functions, beginning)
+    except ConfigError as error:
+        raise ApiError(f"tools: {error}", param="tools") from error
 
 
 def _strict_calls(model: ServedModel, body: ChatBody, beginning: AnswerBeginning) -> dict[str, Any]:
@@ -278,7 +282,10 @@ def _strict_calls(model: ServedModel, body: ChatBody, beginning: AnswerBeginning
         return {}
     if constraint(body):
         raise ApiError("tools with strict=true constrain the answer; leave out response_format", param="tools")
-    return offered_calls(form, functions, beginning)
+    try:
+        return offered_calls(form, functions, beginning)
+    except ConfigError as error:
+        raise ApiError(f"tools: {error}", param="tools") from error
 
 
 class Choice:

@@ -211,9 +211,11 @@ def _call(call: MessageToolCall, number: int) -> dict[str, Any]:
     try:
         arguments = json.loads(call.function.arguments or "{}")
     except (ValueError, RecursionError):
+        arguments = None
+    if not isinstance(arguments, dict):
         raise ApiError(
-            f"messages: in message {number}, the arguments of the call {call.id} are no JSON", param="messages"
-        ) from None
+            f"messages: in message {number}, the arguments of the call {call.id} are no JSON object", param="messages"
+        )
     function = {"name": call.function.name, "arguments": arguments}
     return {"id": call.id, "type": "function", "function": function}
 
