@@ -23,7 +23,7 @@ from mt_infer.chat.tool_calls.form import (
     CallForm,
     ToolCallFormSpec,
     form_of_template,
-    require_form,
+    registered_form,
     spec_of_template,
 )
 from mt_infer.chat.tool_calls.specs import FORMS as SPECS
@@ -47,7 +47,7 @@ def test_a_form_is_named_where_the_template_shows_none_or_another() -> None:
     assert format.calls is BY_NAME["kimi_k2"]
     format.close()
     with pytest.raises(PluginError, match=r"--tool-call-form=hermess .*did you mean .hermes."):
-        require_form("hermess")
+        registered_form("hermess")
 
 
 def parsed(form: str, text: str, cut: int | None = None) -> AnswerPart:

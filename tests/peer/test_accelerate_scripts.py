@@ -1,6 +1,6 @@
 """Scripts that others wrote for Accelerate run after one changed import, with the losses that Accelerate has.
 
-Some stand in Accelerate's own package, of several versions, and in that of pytorch-accelerated, a trainer on top of it,
+Some are in Accelerate's own package, of several versions, and in that of pytorch-accelerated, a trainer on top of it,
 whose examples are in its wheel. The examples of Accelerate's repository and of transformers' are in no package:
 MT_ACCELERATE_SCRIPTS names a folder that is laid out as they are, and their tests skip without it.
 `accelerate_process/server.py` says what is put in the place of the hub's models and data.

@@ -1,4 +1,4 @@
-"""Stand-ins for torchvision: digits without a download, of which there are few."""
+"""Replacements for torchvision: a few digits, without a download."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ def few(split: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def install() -> None:
-    """Puts the stand-ins where scripts import them from."""
+    """Puts the replacements where scripts import them from."""
     modules = {name: ModuleType(name) for name in ("torchvision", "torchvision.datasets", "torchvision.transforms")}
     for name, module in modules.items():
         module.__spec__ = ModuleSpec(name, None)

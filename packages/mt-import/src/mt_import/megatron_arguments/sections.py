@@ -217,7 +217,7 @@ def _trackers(values: Values) -> Keys:
 
 
 def _profile(values: Values) -> Keys:
-    """Megatron counts steps from 0; with its profiler of torch, which is told of a step before it begins, from 1."""
+    """Megatron counts steps from 0; with torch.profiler, whose step() it calls before a step begins, from 1."""
     if not values["profile"]:
         return {}
     first = max(values["profile_step_start"] + (not values["use_pytorch_profiler"]), 1)

@@ -82,7 +82,7 @@ def serve(
     from mt_core.train.build import resolve_device
     from mt_infer.adapters import named_folders
     from mt_infer.chat.chat_format import require_template
-    from mt_infer.chat.tool_calls.form import require_form
+    from mt_infer.chat.tool_calls.form import registered_form
     from mt_infer.server.options import ServerOptions
     from mt_infer.server.running import listen
     from mt_infer.server.security import is_loopback
@@ -103,7 +103,8 @@ def serve(
     if adapters and len(paths) > 1:
         raise ConfigError(f"--adapter is for one model, and {len(paths)} are served; start a server for each")
     require_template(chat_template)
-    require_form(tool_call_form)
+    if tool_call_form is not None:
+        registered_form(tool_call_form)
     settings = layout_of_ranks(engine_settings(set_ or []))
     # Before models are loaded, which may take minutes.
     listening = listen(host or LOOPBACK, port) if read_environment().rank == 0 else None

@@ -125,16 +125,15 @@ def form_of_template(source: str, host: PluginHost | None = None, name: str | No
     """The form that a chat template has the model write calls in, or that of this name; None for a template without
     calls. Raises PluginError for a name that is not registered."""
     if name is not None:
-        spec: ToolCallFormSpec | None = (host or load_plugins())[TOOL_CALL_FORMS].get(name, key="--tool-call-form")
+        spec: ToolCallFormSpec | None = registered_form(name, host)
     else:
         spec = spec_of_template(source, host)
     return None if spec is None else spec.form.load()
 
 
-def require_form(name: str | None, host: PluginHost | None = None) -> None:
-    """Raises PluginError for a --tool-call-form that is not registered."""
-    if name is not None:
-        (host or load_plugins())[TOOL_CALL_FORMS].get(name, key="--tool-call-form")
+def registered_form(name: str, host: PluginHost | None = None) -> ToolCallFormSpec:
+    """The form of --tool-call-form. Raises PluginError for one that is not registered."""
+    return (host or load_plugins())[TOOL_CALL_FORMS].get(name, key="--tool-call-form")
 
 
 def spec_of_template(source: str, host: PluginHost | None = None) -> ToolCallFormSpec | None:
