@@ -23,7 +23,7 @@ from mt_core.testing import run_ranks
 from mt_core.train import Callback, Trainer
 from mt_data.preprocess.readers import Record
 from mt_infer.server.served_model import load_models
-from mt_tune.reward_models.process_records import ProcessReader
+from mt_tune.reward_models.process_dataset import ProcessReader
 from mt_tune.reward_models.scorer import RewardScorer
 from mt_tune.rewards.base import RewardError, RewardSample
 from mt_tune.rewards.build import build_rewards

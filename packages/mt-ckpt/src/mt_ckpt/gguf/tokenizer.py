@@ -8,12 +8,11 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from mt_ckpt.gguf.metadata import list_of, value_of
-from mt_ckpt.gguf.scored_tokenizer import scored_model, scored_steps
 from mt_ckpt.hugging_face.tokenizer import GENERATION, MORE_TEMPLATES, generation_defaults
 from mt_core.errors import CheckpointError
 
@@ -199,3 +198,52 @@ def _puts_in_front(token: str, number: int) -> dict[str, Any]:
 
 def _json(content: Mapping[str, Any]) -> bytes:
     return (json.dumps(content, ensure_ascii=False) + "\n").encode(errors="surrogatepass")
+
+
+SPACE = "\u2581"
+NORMAL, UNKNOWN, UNUSED, BYTE = 1, 2, 5, 6
+
+
+def scored_model(tokens: Sequence[str], scores: Sequence[float], kinds: Sequence[int]) -> dict[str, Any]:
+    """The key `model`. Raises CheckpointError for lists of different lengths."""
+    if len(scores) != len(tokens) or len(kinds) != len(tokens):
+        raise CheckpointError(
+            f"tokenizer.ggml.tokens has {len(tokens)} entries, scores {len(scores)} and token_type {len(kinds)}"
+        )
+    vocabulary = {token: number for number, token in reversed(list(enumerate(tokens)))}
+    unknown = next((token for token, kind in zip(tokens, kinds, strict=True) if kind == UNKNOWN), None)
+    ranked = sorted(_pairs(tokens, kinds, vocabulary), key=lambda pair: -scores[pair[0]])
+    return {
+        "type": "BPE",
+        "unk_token": unknown,
+        "fuse_unk": True,
+        "byte_fallback": BYTE in kinds,
+        "vocab": {token: number for number, token in enumerate(tokens)},
+        "merges": [[first, second] for _, first, second in ranked],
+    }
+
+
+def _pairs(
+    tokens: Sequence[str], kinds: Sequence[int], vocabulary: Mapping[str, int]
+) -> Iterator[tuple[int, str, str]]:
+    """(token, its two parts), of all ways to make a token of two others."""
+    for number, (token, kind) in enumerate(zip(tokens, kinds, strict=True)):
+        if kind != NORMAL:
+            continue
+        parts = [(token[:at], token[at:]) for at in range(1, len(token))]
+        known = [pair for pair in parts if pair[0] in vocabulary and pair[1] in vocabulary]
+        for first, second in sorted(known, key=lambda pair: (vocabulary[pair[0]], vocabulary[pair[1]])):
+            yield number, first, second
+
+
+def scored_steps(adds_prefix: bool) -> dict[str, Any]:
+    """The keys `normalizer`, `pre_tokenizer` and `decoder`: spaces are tokens' characters, with one in front."""
+    prepend = [{"type": "Prepend", "prepend": SPACE}] if adds_prefix else []
+    replace = {"type": "Replace", "pattern": {"String": " "}, "content": SPACE}
+    strip = [{"type": "Strip", "content": " ", "start": 1, "stop": 0}] if adds_prefix else []
+    back = {"type": "Replace", "pattern": {"String": SPACE}, "content": " "}
+    return {
+        "normalizer": {"type": "Sequence", "normalizers": [*prepend, replace]},
+        "pre_tokenizer": None,
+        "decoder": {"type": "Sequence", "decoders": [back, {"type": "ByteFallback"}, {"type": "Fuse"}, *strip]},
+    }

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import mmap
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Literal, Protocol
@@ -10,13 +12,14 @@ import torch
 from torch import Tensor
 
 from mt_ckpt.files.external_tensors import ExternalTensors
-from mt_ckpt.files.large_memory import empty
 from mt_ckpt.files.safetensors import TensorInfo
 from mt_ckpt.files.stored_formats import StoredFormat
 from mt_core.errors import CheckpointError
 
 SLICE = 1 << 22
 """Elements that are dequantized at once."""
+LARGE_BYTES = 4 << 20
+"""Tensors from here on are in huge pages where the system has them."""
 LARGEST_WEIGHT = 65504.0
 """The largest number of fp16: no weight is larger."""
 CODES = (torch.int8, torch.uint8, torch.int32, torch.float8_e4m3fn, torch.float8_e5m2)
@@ -182,3 +185,15 @@ def format_of(tensors: ExternalTensors, name: str) -> StoredFormat:
 def modules_with(tensors: ExternalTensors, suffix: str) -> Iterator[str]:
     """Names of what stands before `suffix` in the names of tensors."""
     return (name.removesuffix(suffix) for name in tensors.infos if name.endswith(suffix))
+
+
+def empty(info: TensorInfo) -> Tensor:
+    """A tensor without values. A large one is in huge pages: faults for 512 small pages in place of one cost as much as
+    dequantizing into them."""
+    if info.num_bytes < LARGE_BYTES or not hasattr(mmap, "MADV_HUGEPAGE"):
+        return torch.empty(info.shape, dtype=info.dtype)
+    # Private: shared memory, which is the default, has settings of its own.
+    memory = mmap.mmap(-1, info.num_bytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    with contextlib.suppress(OSError):  # a kernel without them
+        memory.madvise(mmap.MADV_HUGEPAGE)
+    return torch.frombuffer(memory, dtype=info.dtype).view(info.shape)
