@@ -169,7 +169,7 @@ def _is_off(value: Any) -> bool:
 
 
 def number_of_processes(values: Mapping[str, Any]) -> int:
-    """Of all machines; one for each CUDA device, as `accelerate launch`, unless it is given.
+    """Processes on all machines: one for each CUDA device, as `accelerate launch`, unless it is given.
 
     Raises ConfigError for --multi_gpu where there is no device.
     """

@@ -65,7 +65,7 @@ class ImageViews(NamedTuple):
 
     @property
     def times(self) -> tuple[int, ...]:
-        """Of each part, 0 of an image."""
+        """The time of each part in microseconds; 0 of an image."""
         return self.microseconds or (0,) * self.text.count(MARK)
 
     @property

@@ -44,7 +44,7 @@ KNOWN = {
     "llama_4_scaling", "yarn", "moe", "quantization_config", "vision_encoder", "quantization",
 }  # fmt: skip
 EPSILON = 1e-6
-"""Of the norms of latents in the family mistral4, whose others may have another. Here all have one."""
+"""Epsilon of all norms in a folder of Mistral's. The norms of latents of mistral4 have another."""
 
 
 def has_latent_attention(params: Mapping[str, Any]) -> bool:

@@ -77,7 +77,7 @@ class MergedShards:
 PARAMS = "params.json"
 SAFETENSORS = "consolidated.safetensors"
 INDEX = "consolidated.safetensors.index.json"
-"""Of a model of Mistral's that several files hold together."""
+"""Name of the index of a model of Mistral's in several files."""
 PTH = re.compile(r"consolidated\.([0-9]{2})\.pth")
 TOKENIZERS = ("tokenizer.model", "tokenizer.model.v3")
 LLAMA_3_SPECIAL_TOKENS = ("<|begin_of_text|>", "<|end_of_text|>")

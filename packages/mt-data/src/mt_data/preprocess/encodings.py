@@ -99,9 +99,9 @@ class UndecodableError(ValueError):
     def __init__(self, error: UnicodeDecodeError, encodings: Sequence[str]) -> None:
         names = " nor ".join("UTF-8" if is_utf8(name) else name for name in encodings)
         utf16 = utf16_without_mark(error.object)
-        found = f" and seems to be {utf16} without a mark" if utf16 is not None else ""
+        guess = f" and seems to be {utf16} without a mark" if utf16 is not None else ""
         super().__init__(
-            f"is no {names} (0x{error.object[error.start]:02x} at byte {error.start}){found}; "
+            f"is no {names} (0x{error.object[error.start]:02x} at byte {error.start}){guess}; "
             + encoding_advice(utf16 or "cp1252")
         )
         self.start = error.start

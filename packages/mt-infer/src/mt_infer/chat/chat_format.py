@@ -118,7 +118,7 @@ class ChatFormat:
         return AnswerBeginning(self.reasoning, is_thinking, self._special_id, self.calls)
 
     def parser(self, prompt: Sequence[int], functions: Sequence[Function] | None = None) -> AnswerParser:
-        """Of an answer to this prompt. functions: which it may call; None: text that looks like a call is content."""
+        """Parser of an answer to this prompt. functions: which it may call; None: what looks like a call is content."""
         is_thinking = self.beginning(prompt).is_thinking
         takes_calls = functions is not None
         return AnswerParser(

@@ -76,7 +76,7 @@ def gated_attention_rules(config: AfmoeConfig) -> list[Rule]:
 # -- configuration -----------------------------------------------------------------------------------
 
 LAYERS = 32
-"""Of a file that does not say it."""
+"""Number of layers of a file that does not say it."""
 MOE_KEYS = (
     "num_experts", "num_experts_per_tok", "num_shared_experts", "moe_intermediate_size", "num_dense_layers",
     "route_scale", BIAS_KEY,

@@ -29,7 +29,7 @@ class Recurrence(NamedTuple):
     chunked: Rule
     recurrent: Rule
     module: str
-    """Of fla."""
+    """Name of the module of fla."""
     fla: Rule
     fla_step: Rule
     has_kernel: bool

@@ -31,7 +31,7 @@ class NGramTable:
         return tuple(sum(self.sizes[:head]) for head in range(len(self.sizes)))
 
     def rows(self, divisible_by: int) -> int:
-        """Of all tables, and those that fill them up."""
+        """Rows of all tables, and those that fill them up."""
         return -(-sum(self.sizes) // divisible_by) * divisible_by
 
 

@@ -29,7 +29,7 @@ from mt_models.blocks.mamba_scan import with_past
 from mt_models.blocks.ngram_ids import NGramTable
 
 LEAST = 1e-6
-"""Of the magnitude of a gate, whose square root has no derivative at 0."""
+"""Least magnitude of a gate, whose square root has no derivative at 0."""
 
 
 class NGramConfigLike(GatedStreamsConfigLike, Protocol):

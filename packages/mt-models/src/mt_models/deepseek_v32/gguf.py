@@ -16,7 +16,7 @@ INDEXER = {f"{PREFIX}linear_wq_b": "indexer.attn_q_b", f"{PREFIX}linear_wk": "in
 INDEXER |= {f"{PREFIX}linear_weights_proj": "indexer.proj"}
 KEY_NORM = {f"{PREFIX}k_norm": "indexer.k_norm"}
 NORM_EPSILON = 1e-6
-"""Of the norm of the indexer's keys."""
+"""Epsilon of the norm of the indexer's keys."""
 
 
 def name_map(config: DeepseekV32Config) -> NameMap:

@@ -113,7 +113,7 @@ INDEXED_RATIO, RATIO = 4, 128
 SQUARE_ROOT_OF_SOFTPLUS = 4
 """Value of expert_gating_func."""
 LIMIT = 10.0
-"""Of activations, in every layer."""
+"""Limit of the activations of every layer."""
 
 
 def read(metadata: Metadata) -> dict[str, Any]:

@@ -26,7 +26,7 @@ from mt_models.falcon_h1.config import FalconH1Config
 from mt_models.gguf import External, GGUFArchitecture, GGUFFamily, Key, Metadata, require
 
 Factor = float | tuple[tuple[int, float], ...]
-"""Of a whole tensor; or of so many rows each."""
+"""Factor of a whole tensor, or pairs (rows, factor)."""
 
 
 @dataclass(frozen=True)

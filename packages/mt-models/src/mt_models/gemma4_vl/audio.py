@@ -27,7 +27,7 @@ from mt_models.gemma4_vl.vision import Bounds
 from mt_models.sound.spectrogram import gemma_spectrogram
 
 LAYER_EPSILON = 1e-6
-"""Of the norms around attention and feed-forwards, whatever norm_epsilon is."""
+"""Epsilon of the norms around attention and feed-forwards, whatever norm_epsilon is."""
 LONGEST_WAVELENGTH = 10000.0
 
 

@@ -36,7 +36,7 @@ def linear_projection_flops(config: KimiK3Config) -> float:
 
 
 def sources_read(config: KimiK3Config) -> int:
-    """Of all blocks and of the LM head together."""
+    """Sources that all blocks and the LM head read together."""
     layers = range(config.num_layers)
     attentions = sum(config.sources_before(layer) for layer in layers)
     # A feed-forward reads one more where a run begins with its layer.

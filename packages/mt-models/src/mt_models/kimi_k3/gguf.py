@@ -127,7 +127,7 @@ KEYS = (
     Key("activation.situ_beta", "activation_situ_beta", float),
     Key("activation.situ_linear_beta", "activation_situ_linear_beta", float),
 )
-"""Of `text_config`."""
+"""Keys of `text_config`."""
 OPTIONAL = (Key("attention.q_lora_rank", "q_lora_rank"), Key("expert_latent_length", LATENT))
 
 

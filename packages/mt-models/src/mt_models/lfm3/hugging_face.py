@@ -80,7 +80,7 @@ def convolution_rules(config: Lfm3Config) -> list[Rule]:
 # -- configuration -----------------------------------------------------------------------------------
 
 LAYERS = 24
-"""Of a file that does not say it."""
+"""Number of layers of a file that does not say it."""
 
 
 def import_extra(external: Mapping[str, Any]) -> dict[str, Any]:

@@ -141,7 +141,7 @@ def moe_rules(moe: MoEOptions) -> list[Rule]:
 
 
 def _with_others(rule: Rule, zeros: int) -> Rule:
-    """Of gate and up matrices: written for experts that return the token too, read without them and in one tensor."""
+    """Gate and up matrices: written for experts that return the token too, read without them and in one tensor."""
     assert isinstance(rule, StackedExperts)
     if not zeros:
         return rule

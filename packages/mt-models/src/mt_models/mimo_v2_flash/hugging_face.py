@@ -119,7 +119,7 @@ def held(external: Mapping[str, Any], names: Iterable[str]) -> Mapping[str, Any]
 
 PREDICTED = "num_nextn_predict_layers"
 LAYERS = 48
-"""Of a file that does not say it."""
+"""Number of layers of a file that does not say it."""
 BASES = {FULL: 5000000.0, SLIDING: 10000.0}
 SHARE = 0.334
 

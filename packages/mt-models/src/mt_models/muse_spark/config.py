@@ -39,12 +39,12 @@ class MuseSparkConfig(MuseGlimmerConfig):
 
     @property
     def moe_latent_epsilon(self) -> float:
-        """Of the norm of what the experts read."""
+        """Epsilon of the norm of what the experts read."""
         return self.norm_epsilon
 
     @property
     def moe_output_epsilon(self) -> float:
-        """Of the norm of each expert's output."""
+        """Epsilon of the norm of each expert's output."""
         return self.post_norm_epsilon
 
 

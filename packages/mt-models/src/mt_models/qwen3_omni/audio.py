@@ -30,7 +30,7 @@ from mt_models.vision.layers import attention_core
 from mt_models.vision.patches import PatchGroups
 
 LONGEST_WAVELENGTH = 10000.0
-"""Of sinusoidal positions, times 2 pi."""
+"""Longest wavelength of sinusoidal positions, divided by 2 pi."""
 
 
 class HalvingConvolution(LayoutModule):

@@ -53,7 +53,7 @@ class Qwen4ExpConfig(DeltaNetKeys, RMSNormDecoderConfig):
     ngram_rows_divisible_by: PositiveInt = 128
     """The rows of a layer's tables together are filled up to a multiple of this."""
     ngram_seed: NonNegativeInt = 1234
-    """Of the multipliers of the hashes."""
+    """Seed of the multipliers of the hashes."""
     ngram_file_parts: PositiveInt = 512
     """Tensors in which Hugging Face files hold a layer's tables. It changes nothing that is computed."""
     moe: dict[str, Any]

@@ -24,7 +24,7 @@ from mt_models.llava.vision_language import VisionLanguageModel, spliced_words, 
 SOUNDS = ("audio", "audio_lengths")
 """Inputs of models that hear."""
 FEATURES = "audio_features"
-"""Of a request's sounds, in its conditioning."""
+"""Key of a request's sounds in its conditioning."""
 
 
 class SoundLanguageModel(VisionLanguageModel):

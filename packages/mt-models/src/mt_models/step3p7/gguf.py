@@ -67,7 +67,7 @@ def _layer(config: Step3p7Config, number: int) -> list[Rule]:
 HEADS, GROUPS, PATTERN = "attention.head_count", "attention.head_count_kv", "attention.sliding_window_pattern"
 CLAMPS = {"expert_swiglu_limits": "swiglu_clamp_exp", "shared_expert_swiglu_limits": "swiglu_clamp_shexp"}
 SHARES = {FULL: 0.5, SLIDING: 1.0}
-"""Of each head that is rotated; llama.cpp has them fixed."""
+"""Share of each head that is rotated; llama.cpp has them fixed."""
 KEYS = (
     *(key for key in DENSE if key.theirs not in ("block_count", HEADS)),
     Key("attention.key_length", "head_dim"),
@@ -77,7 +77,7 @@ KEYS = (
     Key("expert_feed_forward_length", "moe_intermediate_size"),
     Key("expert_shared_feed_forward_length", "share_expert_dim"),
 )
-"""Of `text_config`."""
+"""Keys of `text_config`."""
 
 
 def read(metadata: Metadata) -> dict[str, Any]:

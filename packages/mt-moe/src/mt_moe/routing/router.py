@@ -249,7 +249,7 @@ class Router(LayoutModule):
         return weights if factor is None else weights * factor
 
     def _apart(self, logits: Tensor) -> tuple[Tensor, Tensor | None]:
-        """Of the experts that a token chooses among [T, E], and of shared ones [T, scored_shared]."""
+        """Logits of the experts that a token chooses among [T, E], and of shared ones [T, scored_shared]."""
         if not self.scored_shared:
             return logits, None
         chosen_among, shared = logits.split((self.config.num_scored, self.scored_shared), 1)

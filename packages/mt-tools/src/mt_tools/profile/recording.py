@@ -22,7 +22,7 @@ from mt_tools.profile.operations import MODULE, summarize
 from mt_tools.profile.roof import roof_tflops
 
 MOST_STEPS = 100
-"""Of a recording that mt ctl asks for; each takes some MiB of memory until the last."""
+"""Most steps of a recording that mt ctl asks for; each takes some MiB of memory until the last."""
 TRACE, SUMMARY = "trace-rank-{}.json.gz", "summary-rank-{}.json"
 
 

@@ -9,7 +9,7 @@ import torch
 from mt_core.train.reporting.step_metrics import peak_of_name
 
 SIZES, SECONDS = (512, 1024, 1536), 0.2
-"""Of matrices; the time for each size."""
+"""Sizes of square matrices, and the seconds for each size."""
 
 
 def roof_tflops(device: str) -> float | None:

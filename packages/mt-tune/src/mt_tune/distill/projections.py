@@ -21,7 +21,7 @@ from mt_core.paths import children, write_whole
 from mt_core.train.batch_source import TrainingRun
 
 FOLDER = "hidden_projections"
-"""Of the run directory: a file for each step that has a checkpoint."""
+"""Folder in the run directory: a file for each step that has a checkpoint."""
 SUFFIX = ".safetensors"
 ADAM_STATE = ("step", "exp_avg", "exp_avg_sq")
 

@@ -82,7 +82,7 @@ def draw(height: int, width: int, *, seed: int, split: Split, index: int) -> Pic
 # -- images with texts that describe them ------------------------------------------------------------
 
 PITCHES = {"low": 200.0, "middle": 800.0, "high": 3200.0}
-"""Of tones, in Hz; each is up to a tenth higher or lower."""
+"""Frequencies of the tones in Hz; each tone is up to a tenth higher or lower."""
 TONE_SAMPLES = 1600
 """A tenth of a second."""
 

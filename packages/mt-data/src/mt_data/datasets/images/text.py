@@ -137,7 +137,7 @@ class ImageTokens:
         return np.concatenate([np.array(part, np.int32) for part in parts])
 
     def of_all(self, grids: Sequence[Grid], microseconds: Sequence[int] = ()) -> list[NDArray[np.int32]]:
-        """Of each image or view. microseconds: above 0 where a view continues the one before it."""
+        """The tokens of each image or view. microseconds: above 0 where a view continues the one before it."""
         later = [time > 0 for time in microseconds] or [False] * len(grids)
         return [self.of(*flags) for flags in zip(grids, later, [*later, False][1:], strict=True)]
 

@@ -8,7 +8,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 ZERO_CROSSINGS = 24
-"""Of the sinc, on either side, within its window."""
+"""Zeros of the sinc on either side of its centre, within the window."""
 PASSED = 0.95
 """Frequencies that pass, as a part of those that both rates can have."""
 

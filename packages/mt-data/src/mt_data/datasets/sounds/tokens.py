@@ -25,5 +25,5 @@ class SoundTokens:
         return np.concatenate([self.before, np.full(self.rule.positions(samples), SOUND, np.int32), self.behind])
 
     def of_all(self, samples: Sequence[int]) -> list[NDArray[np.int32]]:
-        """Of each sound."""
+        """The tokens of each sound."""
         return [self.of(count) for count in samples]

@@ -106,7 +106,7 @@ class CallForm:
     call_id: CallId = any_id
     one_call_a_message: bool = False
     frame: MessageFrame | None = None
-    """Of answers that are messages with headers."""
+    """The headers of messages, for answers that consist of them."""
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -13,7 +13,7 @@ SpecialId = Callable[[str], int | None]
 """The id of a text that is one special token of the tokenizer; None for others."""
 TEXT = "/(.|\\n)*/"
 NAME = "/[a-zA-Z0-9_.:-]+/"
-"""Of an argument that no schema declares."""
+"""Pattern of the name of an argument that no schema declares."""
 SPACE = "/[ \\n]{1,4}/?"
 OF_TEXTS = ("pattern", "format", "minLength", "maxLength")
 """Keywords of a schema that arguments written as plain text are not constrained by."""

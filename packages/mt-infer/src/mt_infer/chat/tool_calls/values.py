@@ -9,7 +9,7 @@ from typing import Any
 Schema = Mapping[str, Any]
 ANYTHING: Schema = {}
 PYTHON_WORDS = {"True": True, "False": False, "None": None}
-"""As templates write booleans with Jinja's `string` filter."""
+"""What templates write for booleans and None with Jinja's `string` filter."""
 
 
 def schema_of(parameters: Schema, name: str) -> Schema:
