@@ -21,6 +21,7 @@ import transformers
 from safetensors.torch import load_file, save_file
 from tests.ckpt import config_values
 from tests.ckpt.family_cases import SOUND_SAMPLES, Case, class_named, inputs_of, make_model
+from tests.ckpt.fixed_dropout import dropout_by_feature
 from tests.ckpt.larger_classes import BESIDE_TEXT, LARGER_CLASSES, SWEEP_CASES
 from tests.models.qwen3_omni_reference import reference_features, sound
 from torch import Tensor, nn
@@ -57,6 +58,9 @@ class Outcome(StrEnum):
 FAILURES = {Outcome.SILENT, Outcome.SILENT_IN_TRAINING, Outcome.TRACEBACK, Outcome.NAMELESS}
 ROUTER_LOSS = ("output_router_logits", "router_aux_loss_coef")
 """Fields of a class whose loss has that of balance only if logits of routers are asked for: the unchanged case asks."""
+SAME_DRAWS_IN_PARTS = {"chunk_size_feed_forward"}
+"""Fields by which transformers computes a layer in parts, so that its dropout takes the same random numbers in another
+order: training is compared with masks that do not depend on the order."""
 
 
 @dataclass(frozen=True)
@@ -168,19 +172,25 @@ class Sweep:
             beyond = isinstance(error, IndexError) and "out of range in self" in str(error)
             unfit = beyond or (theirs is None and "pixel_values" in sweep_inputs(self.case))
             return (Outcome.UNJUDGED if unfit else Outcome.TRACEBACK), f"{type(error).__name__}: {error}"
-        return (Outcome.UNJUDGED, reason) if theirs is None else self._compared(theirs, ours)
+        if theirs is None:
+            return Outcome.UNJUDGED, reason
+        if theirs is self.unchanged or path[-1] not in SAME_DRAWS_IN_PARTS:
+            return self._compared(theirs, ours, self.unchanged)
+        with dropout_by_feature():
+            theirs, unchanged = (self._theirs(self._loaded(part)[0], part) for part in (folder, self.base))
+        return self._compared(theirs, ours, unchanged)
 
-    def _compared(self, theirs: Passes, ours: Passes) -> tuple[Outcome, str]:
+    def _compared(self, theirs: Passes, ours: Passes, unchanged: Passes) -> tuple[Outcome, str]:
         first, second = without_padding(ours.output, theirs.output.shape[-1]), theirs.output
         if not alike(first, second):
             return Outcome.SILENT, f"by {(first - second).abs().max():.3g}" if first.shape == second.shape else "shape"
-        if not alike(second, self.unchanged.output):
+        if not alike(second, unchanged.output):
             return Outcome.SAME, ""
         if theirs.training is None:
             return Outcome.HARMLESS, ""
         # Both draw other numbers: what can be compared is whether the changed field acts.
         assert self.ours_unchanged is not None
-        changed, also = (not a.trains_as(b) for a, b in ((theirs, self.unchanged), (ours, self.ours_unchanged)))
+        changed, also = (not a.trains_as(b) for a, b in ((theirs, unchanged), (ours, self.ours_unchanged)))
         if changed and not also and theirs.loss is not None:
             also = ours.config != self.ours_unchanged.config  # losses of routers are added while gradients are computed
         if changed != also:

@@ -133,7 +133,7 @@ TELLING = {
     "glm4_moe_lite": ("mlp_layer_types", "rope_parameters", "rope_interleave", "q_lora_rank"),
     "bart": ("activation_dropout", "encoder_layerdrop", "decoder_layerdrop", "hidden_size"),
     "mixtral": ("router_jitter_noise", "attention_dropout"),
-    "bert classes": ("num_labels",),
+    "bert classes": ("num_labels", "chunk_size_feed_forward"),
 }
 """Fields of which some values were once read as something else, or ended in a traceback."""
 OF_EACH = 2
