@@ -225,7 +225,7 @@ CASES["glm4_moe"] = {**CASES["qwen3_moe"], "add_qkv_bias": True, "moe": GLM4_EXP
 # Those whose round trips are without the prediction elsewhere.
 CASES |= {
     name: {**CASES[name], "mtp_num_layers": 1}
-    for name in ("exaone_moe", "bailing_hybrid", "glm5_next", "longcat_flash")
+    for name in ("exaone_moe", "bailing_hybrid", "glm5_next", "longcat_flash", "qwen4_exp")
 }
 NO_MEGATRON = {
     *(

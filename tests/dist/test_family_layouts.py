@@ -132,7 +132,7 @@ FAMILIES["deepseek_v32 in warm-up"] = {
     "dsa_dense_warmup": True,
 }
 FAMILIES["mimo_v2_flash that predicts"] = {**FAMILIES["mimo_v2_flash"], "num_query_groups": 1, "mtp_num_layers": 2}
-PREDICTING = ("bailing_hybrid", "glm5_next", "exaone_moe", "longcat_flash")
+PREDICTING = ("bailing_hybrid", "glm5_next", "exaone_moe", "longcat_flash", "qwen4_exp")
 FAMILIES |= {f"{name} that predicts": {**FAMILIES[name], "mtp_num_layers": 1} for name in PREDICTING}
 FAMILIES["glm4_moe that predicts"] = {
     **FAMILIES["dots1"],

@@ -14,6 +14,7 @@ from tests.infer.references import engine_like, reference, row_of, trained
 
 from mt_core.errors import ConfigError
 from mt_core.parallel.context import ParallelContext
+from mt_core.parallel.pipeline.stage import whole
 from mt_data.tokenizers.byte_level import ByteLevelTokenizer
 from mt_infer.config import InferenceConfig
 from mt_infer.engine import InferenceEngine
@@ -116,13 +117,18 @@ def test_a_draft_model_that_is_the_model_is_always_right(name: str) -> None:
     assert steps == 1 + 16 // 4
 
 
+PREDICTED = [("deepseek", 1), ("deepseek", 2), ("nemotron_3", 2), ("mimo_v2_flash", 2)]
+PREDICTED += [("qwen4_exp", 1), ("deepseek_v4", 1), ("deepseek_v4", 2)]
+"""Families and depths. Depths of the last three read residual streams; windows of the last are shorter than a block and a tail."""
+
+
 def predicting(depths: int, family: str = "deepseek", **inference: Any) -> InferenceEngine:
     keys = {**MODELS[family], "mtp_num_layers": depths}
     return engine_of(configuration(keys, inference=inference))
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("family", "depths"), [("deepseek", 1), ("deepseek", 2), ("nemotron_3", 2)])
+@pytest.mark.parametrize(("family", "depths"), PREDICTED)
 def test_tokens_with_multi_token_prediction(family: str, depths: int) -> None:
     engine = predicting(depths, family, speculative_method="mtp")
     assert generated(engine) == generated(predicting(depths, family))
@@ -134,19 +140,22 @@ def predicted(engine: InferenceEngine, tokens: Sequence[int]) -> list[int]:
     """What each depth predicts behind the tokens, over the whole text at once, without a cache."""
     model: Any = engine.model
     ids = torch.tensor([list(tokens)])
-    positions = torch.arange(len(tokens) - 1)[None]
-    state = model(ids, project=False).hidden[:, :-1]
+    places = torch.arange(len(tokens))[None]
+    pattern, angles = model.pattern(None, ids.device), model.angles(places, None)
+    # What `unprojected` reads: residual streams where the model has several.
+    stage = whole(model.config.num_layers)
+    state = model.through_layers(model.embedding(ids, places), ids, pattern, angles, None, stage)[:, :-1]
+    places = places[:, :-1]
+    pattern, angles = model.pattern(None, ids.device), model.angles(places, None)
     drafts: list[int] = []
-    for depth, layer in enumerate(model.mtp.layers[number] for number in model.mtp.layers.numbers()):
+    for depth in model.mtp.layers.numbers():
         ahead = torch.tensor([[*tokens, *drafts][depth + 1 :]])
-        state = layer(
-            state, model.embedding(ahead, positions), model.pattern(None, ids.device), model.angles(positions, None)
-        )
-        drafts.append(int(model.logits(state)[0, -1].argmax()))
+        state = model.mtp.layers[depth](state, model.embedding(ahead, places), pattern, angles)
+        drafts.append(int(model.logits_ahead(depth, state)[0, -1].argmax()))
     return drafts
 
 
-@pytest.mark.parametrize(("family", "depths"), [("deepseek", 1), ("deepseek", 2), ("nemotron_3", 2)])
+@pytest.mark.parametrize(("family", "depths"), PREDICTED)
 def test_drafts_are_those_of_the_layers_over_the_whole_text(family: str, depths: int) -> None:
     engine = predicting(depths, family, speculative_method="mtp")
     engine.model.eval()

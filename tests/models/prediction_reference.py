@@ -41,12 +41,14 @@ def assert_same_prediction(
     named: Named,
     state: Callable[[Tensor, Tensor], Tensor],
     untrained: tuple[str, ...] = (),
+    *,
+    tolerance: float = 5e-5,
     **external: Any,
 ) -> nn.Module:
     """Our model with the prediction, read from a file of both. theirs: a causal model, randomized, without a
     prediction. layer: of the prediction, randomized. state: what the LM head reads, from embeddings of the next tokens
-    and the input of the LM head. untrained: endings of our names that may have no gradient. external: keys of the
-    configuration."""
+    and the input of the LM head. untrained: endings of our names that may have no gradient. tolerance: of a
+    gradient, over its largest value. external: keys of the configuration."""
     theirs.float().eval()
     layer.float().eval()
     config = {**theirs.config.to_dict(), **external}
@@ -86,7 +88,7 @@ def assert_same_prediction(
         gradient = parameters[name].grad
         assert largest > 0 or name.endswith((*untrained, *UNUSED)), name
         actual = torch.zeros_like(wanted) if gradient is None else layouts[name].to_canonical(gradient)
-        torch.testing.assert_close(actual, wanted, atol=5e-5 * largest + 1e-8, rtol=1e-3, msg=name)
+        torch.testing.assert_close(actual, wanted, atol=tolerance * largest + 1e-8, rtol=1e-3, msg=name)
     return model
 
 

@@ -8,6 +8,7 @@ from tests.ckpt.convert_cases import MODELS
 from tests.infer.decoding import cached_logits
 from tests.models import decoder_reference as dense
 from tests.models import moe_reference as ref
+from tests.models.prediction_reference import LENGTH, assert_same_prediction, causal, one_by_one
 from tests.models.published_configs import PUBLISHED
 from torch import nn
 from torch.utils.flop_counter import FlopCounterMode
@@ -95,6 +96,61 @@ def test_documents_are_computed_as_if_alone(host, randomize) -> None:
     torch.testing.assert_close(both, torch.cat(alone, 1), atol=2e-5, rtol=1e-4)
 
 
+class Prediction(nn.Module):
+    """The layer of published files, of which transformers has no class: its blocks, put together as vLLM does."""
+
+    def __init__(self, config) -> None:
+        from transformers.models.qwen4_exp import modeling_qwen4_exp as blocks
+
+        super().__init__()
+        hidden, norm = config.hidden_size, blocks.Qwen4ExpTextRMSNorm
+        self.streams = config.hc_count
+        self.pre_fc_norm_embedding = norm(hidden, eps=config.rms_norm_eps)
+        # Over all streams together, unlike the norms of connections.
+        self.pre_fc_norm_hidden = norm(self.streams * hidden, eps=config.rms_norm_eps)
+        self.fc_embedding, self.fc_hidden = (nn.Linear(hidden, hidden, bias=False) for _ in range(2))
+        # Layer 1: attention, without n-grams.
+        self.layers = nn.ModuleList([blocks.Qwen4ExpTextDecoderLayer(config, 1)])
+        self.hyper_connection_mixer = blocks.Qwen4ExpTextGatedResidual(config, use_combine=False)
+
+    def forward(self, embedded, streams, rotary):
+        before = self.pre_fc_norm_hidden(streams).unflatten(-1, (self.streams, -1))
+        x = self.fc_embedding(self.pre_fc_norm_embedding(embedded)).unsqueeze(-2) + self.fc_hidden(before)
+        mask = causal().expand(len(embedded), -1, -1, -1)
+        return self.hyper_connection_mixer(self.layers[0](x.flatten(-2), rotary, mask))
+
+
+def published_prediction(state):
+    return {f"mtp.{key}": x for name, tensor in state.items() for key, x in one_by_one(name, tensor).items()}
+
+
+UNREAD = tuple(f"decoder.final_layernorm.{part}.weight" for part in ("norm", "mix_down_proj", "mix_up_proj"))
+"""Of the model's own mean of streams, before which the prediction reads them."""
+
+
+def test_prediction_reads_the_streams_before_their_mean(host, randomize) -> None:
+    theirs = reference_of()
+    layer = Prediction(theirs.config)
+    # Of larger weights, fp32 rounds gradients of gates that are nearly 0 or 1 by more than the tolerance.
+    randomize(theirs, scale=0.1)
+    randomize(layer, seed=1, scale=0.1)
+    streams = []
+    theirs.model.hyper_connection_mixer.register_forward_pre_hook(lambda _, inputs: streams.append(inputs[0]))
+    places = torch.arange(LENGTH).expand(3, 2, -1)
+    rotary = theirs.model.rotary_emb(torch.zeros(1), places)
+    assert_same_prediction(
+        host,
+        theirs,
+        layer,
+        published_prediction,
+        lambda embedded, _: layer(embedded, streams[-1], rotary),
+        (*NO_GRADIENT, *UNREAD),
+        tolerance=1e-5,
+        mtp_num_hidden_layers=1,
+        mtp={"hybrid": True, "layer_types": [FULL], "num_hidden_layers": 1, "rope_theta": 1e5},
+    )
+
+
 def test_rows_of_ngrams_worked_out_by_hand() -> None:
     table = NGramTable((7, 11), (3, 5))
     # Heads of length 2 alone: 2 * 3 xor 4 * 5 = 18 behind token 4, and 4 * 3 xor 1 * 5 = 9 behind the end of a text, 1.
@@ -108,8 +164,9 @@ def test_the_preset_has_the_size_of_the_published_decoder(host) -> None:
     published = ref.family_of(host, "qwen4_exp").read_config(PUBLISHED["qwen4-exp"][1])
     config = transformers.Qwen4ExpTextConfig(**PUBLISHED["qwen4-exp"][1]["text_config"])
     model = dense.without_values(transformers.Qwen4ExpForCausalLM, config)
+    decoder = dense.build_preset(host, "qwen4-exp", "model.mtp_num_layers=0")
+    assert dense.parameter_count(decoder) == model.num_parameters()
     preset = dense.build_preset(host, "qwen4-exp")
-    assert dense.parameter_count(preset) == model.num_parameters()
     # Balance losses and how files divide the tables are choices of a run.
     assert {key: getattr(preset.config, key) for key in published if key not in ("moe", "ngram_file_parts")} == {
         key: value for key, value in published.items() if key not in ("moe", "ngram_file_parts")
@@ -123,6 +180,8 @@ def test_the_preset_has_the_size_of_the_published_decoder(host) -> None:
         ({"indexer_kv_heads": 2}, "indexer_kv_heads=2 is not supported"),
         ({"output_gate_type": "tanh"}, "output_gate_type='tanh' is not supported"),
         ({"attention_bias": True}, "attention_bias=True is not supported"),
+        ({"mtp_num_hidden_layers": 1, "mtp": {"rope_theta": 10.0}}, r"mtp.rope_theta=10.0 is not supported"),
+        ({"mtp_num_hidden_layers": 1, "mtp": {"layer_types": [LINEAR]}}, "it can be .'indexed_attention'.$"),
     ],
 )
 def test_a_configuration_that_cannot_be_read(host, fields, words) -> None:
@@ -168,3 +227,19 @@ def test_flops_of_parts_are_those_that_torch_counts(host, randomize) -> None:
     expected = flops.attention_projections + flops.attention_core + flops.indexer
     assert expected * 2 * 16 == pytest.approx(whole, rel=0.01)
     assert flops.attention_projections * 2 * 16 == pytest.approx(projections, rel=0.01)
+
+
+def test_flops_of_the_prediction_are_those_that_torch_counts(host, randomize) -> None:
+    keys = {**MODELS["qwen4_exp"], "vocab_size": 128}
+    tokens = dense.random_tokens(128, 16)
+    batch = {"labels": tokens, "loss_mask": torch.ones(2, 16)}
+    counts = []
+    for depths in (0, 1):
+        model = ref.build_from(host, {**keys, "mtp_num_layers": depths})
+        randomize(model)
+        with FlopCounterMode(display=False) as counter:
+            model.train()(tokens, **batch if depths else {})
+        counts.append(counter.get_total_flops())
+    flops = flops_per_token(model.config, 16, convention="full")
+    counted = counts[1] - counts[0]
+    assert (flops.prediction + flops.indexer_of_prediction) * 2 * 16 == pytest.approx(counted, rel=0.01)

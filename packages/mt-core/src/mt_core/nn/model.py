@@ -118,15 +118,15 @@ class PredictsAhead(Protocol):
     def prediction_depths(self) -> int: ...
 
     def predict_ahead(self, depth: int, hidden: Tensor, tokens: Tensor, cache: Cache) -> Tensor:
-        """States of depth number `depth`, from 0, at the cache's positions: [1, T, H].
+        """States of depth number `depth`, from 0, at the cache's positions: [1, T, C].
 
-        hidden [1, T, H]: of the depth before, the input of the LM head for the first. tokens [1, T]: those depth + 1
-        places behind the positions. On ranks of the last stage only.
+        hidden [1, T, C]: of the depth before; for the first, what the model gives `unprojected`. tokens [1, T]: those
+        depth + 1 places behind the positions. On ranks of the last stage only.
         """
         ...
 
-    def logits(self, x: Tensor) -> Tensor:
-        """[1, T, H] -> [1, T, ids of this rank]"""
+    def logits_ahead(self, depth: int, state: Tensor) -> Tensor:
+        """States [1, T, C] of a depth -> its logits [1, T, ids of this rank]."""
         ...
 
 

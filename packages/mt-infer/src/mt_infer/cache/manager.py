@@ -25,6 +25,7 @@ from torch import Tensor, nn
 
 from mt_core._torch_compat import free_cuda_bytes
 from mt_core.nn.attention_backends.batch_invariant import KEYS
+from mt_core.nn.model import PredictsAhead
 from mt_core.parallel.context import ParallelContext
 from mt_infer.blocks import BlockPool, BlockTable, Key, OutOfBlocksError, PrefixKeys, shared_counts
 from mt_infer.cache.layout import (
@@ -257,6 +258,14 @@ def free_bytes(device: torch.device) -> int:
     return os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
 
 
+def repeated_positions(model: nn.Module, options: InferenceConfig) -> int:
+    """How many positions before its new ones a sequence computes again, in layers that draft: see
+    `mt_infer.speculation.multi_token`."""
+    if options.speculative_method != "mtp" or not isinstance(model, PredictsAhead):
+        return 0
+    return max(min(options.speculative_tokens, model.prediction_depths) - 1, 0)
+
+
 def build_caches(
     model: nn.Module,
     draft_model: nn.Module | None,
@@ -273,7 +282,7 @@ def build_caches(
         options.max_requests,
         max_model_len,
         options.max_tokens_per_step,
-        unread=KEYS if is_batch_invariant else 0,
+        unread=(KEYS if is_batch_invariant else 0) + repeated_positions(model, options),
     )
     axis = ctx.axis("model")
     # The order of the collectives is that of the calls: the model first, then the draft model.

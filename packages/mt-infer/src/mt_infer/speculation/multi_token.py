@@ -26,7 +26,7 @@ from mt_infer.speculation.drafter import Draft, Drafter, choose_drafts
 
 @dataclass(frozen=True)
 class _Tail:
-    """The model's hidden states [k, H] of the positions before `end`."""
+    """The model's hidden states [k, C] of the positions before `end`."""
 
     end: int
     hidden: Tensor
@@ -34,7 +34,7 @@ class _Tail:
 
 @dataclass
 class _Span:
-    """Positions start ... end - 1 of a sequence: hidden [end - start, H], and all tokens so far. wanted: drafts."""
+    """Positions start ... end - 1 of a sequence: hidden [end - start, C], and all tokens so far. wanted: drafts."""
 
     sequence: RunningSequence
     start: int
@@ -74,7 +74,7 @@ class MultiTokenDrafter(Drafter):
 
     def continued(self, batch: CachedBatch, sampled: Sequence[Sequence[Sampled]]) -> list[Draft | None]:
         assert batch.hidden is not None
-        # [count, H] for each chunk, without filler.
+        # [count, C] for each chunk, without filler. C: the hidden size, or that of all residual streams.
         hidden = batch.hidden[0, : batch.count].split([chunk.count for chunk in batch.sequences])
         spans = [
             self._span(chunk, states, [token.token for token in drawn])
@@ -93,11 +93,12 @@ class MultiTokenDrafter(Drafter):
             # [T]
             ahead = [token for span in spans for token in span.ahead(depth + 1)]
             tokens = torch.tensor([ahead or [0]], device=batch.device)
-            state = self.model.predict_ahead(depth, state, tokens, passes)  # [1, T, H]
+            state = self.model.predict_ahead(depth, state, tokens, passes)  # [1, T, C]
             # Nothing to draft, but the layer's experts have been run with the other ranks.
             if not spans:
                 continue
-            self._draft(spans, gather_vocab(self.model.logits(state[:, passes.logit_rows]), self.runner.ctx).logits[0])
+            logits = self.model.logits_ahead(depth, state[:, passes.logit_rows])
+            self._draft(spans, gather_vocab(logits, self.runner.ctx).logits[0])
         return [None if span.has_failed else span.drafts for span in spans]
 
     def _span(self, chunk: Chunk, hidden: Tensor, sampled: list[int]) -> _Span:

@@ -128,6 +128,13 @@ class PredictsTokens(CausalDecoder):
         angles = self.angles(position_ids, cache.capacities)
         return self.mtp.layers[depth](hidden, embedded, pattern, angles, cache)
 
+    def logits_ahead(self, depth: int, state: Tensor) -> Tensor:
+        """See `PredictsAhead`."""
+        assert self.mtp is not None
+        layer = self.mtp.layers[depth]
+        assert isinstance(layer, TokenPrediction)
+        return self.predicted_logits(layer.head_input(state))
+
     def stage_modules(self, stage: Stage) -> Iterator[nn.Module]:
         yield from super().stage_modules(stage)
         if stage.last and self.mtp is not None:

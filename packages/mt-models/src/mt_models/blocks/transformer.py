@@ -40,12 +40,16 @@ class LayerStack(nn.Module):
 
     def through(self, x: Tensor, call: Call, stage: Stage | None) -> Tensor:
         """[B, S, H] -> [B, S, H] through the layers of the stage, each by `call`; default: all of them."""
-        # With interleaved stages a process holds the layers of several, of which one pass runs those of one.
-        numbers = self.layers.numbers() if stage is None else stage.layers
-        x = self.recompute.run([(number, self.layers[number]) for number in numbers], x, call)
+        x = self.through_layers(x, call, stage)
         if self.final_layernorm is None or (stage is not None and not stage.last):
             return x
         return self.final_layernorm(x)
+
+    def through_layers(self, x: Tensor, call: Call, stage: Stage | None) -> Tensor:
+        """The same without the norm behind the last layer."""
+        # With interleaved stages a process holds the layers of several, of which one pass runs those of one.
+        numbers = self.layers.numbers() if stage is None else stage.layers
+        return self.recompute.run([(number, self.layers[number]) for number in numbers], x, call)
 
     def stage_modules(self, stage: Stage) -> Iterator[nn.Module]:
         """The layers of the stage, and the norm behind the last."""

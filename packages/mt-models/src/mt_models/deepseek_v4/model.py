@@ -119,8 +119,6 @@ class DeepseekV4Model(PredictingDecoder):
             lambda depth: DeepseekV4Layer(counted, context, config.num_layers + depth),
             norm,
         )
-        # Layers of multi-token prediction read streams, which generation does not keep: they draft nothing.
-        self.prediction_depths = 0
         # Behind the last layer are streams, of which the head is a part of the output.
         self.decoder.final_layernorm = None
         self.output = StreamOutput(config, norm(), ctx) if context.has_last else None

@@ -15,9 +15,10 @@ from mt_models.blocks.config import BY_LENGTH, RMSNormDecoderConfig, check_moe_d
 from mt_models.blocks.delta_net_config import DeltaNetKeys, check_delta_nets, linear_layers
 from mt_models.blocks.moe import MoEOptions
 from mt_models.blocks.ngram_ids import NGramTable, ngram_table
+from mt_models.blocks.prediction_config import PredictionKeys, check_prediction
 
 
-class Qwen4ExpConfig(DeltaNetKeys, RMSNormDecoderConfig):
+class Qwen4ExpConfig(PredictionKeys, DeltaNetKeys, RMSNormDecoderConfig):
     """Qwen4-Exp (Alibaba, 2026), text only."""
 
     rotary_percent: Annotated[float, Field(gt=0, le=1)] = 0.25
@@ -58,6 +59,8 @@ class Qwen4ExpConfig(DeltaNetKeys, RMSNormDecoderConfig):
     """Tensors in which Hugging Face files hold a layer's tables. It changes nothing that is computed."""
     moe: dict[str, Any]
     """Options of the MoE layers; num_experts has to be set."""
+    mtp_num_layers: Literal[0, 1] = 0
+    """1: a further layer of attention predicts the token after the next one, in training."""
 
     @property
     def rotary_dim(self) -> int:
@@ -130,6 +133,7 @@ def check_qwen4_exp(config: Config) -> None:
     _check_experts(model)
     _check_indexer(config, model)
     _check_ngrams(model)
+    check_prediction(config, model)
 
 
 def _check_experts(model: Qwen4ExpConfig) -> None:

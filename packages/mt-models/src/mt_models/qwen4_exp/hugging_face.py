@@ -1,14 +1,14 @@
 """Qwen4-Exp's decoder in Hugging Face's format.
 
-Files hold the decoder beside an image tower and layers of multi-token prediction, which are left out; it is written as
-the type of the decoder alone, `qwen4_exp_text`. The tables of n-grams are in several tensors there, beside numbers that
-follow from the configuration.
+Files hold the decoder beside an image tower, which is left out; it is written as the type of the decoder alone,
+`qwen4_exp_text`. The tables of n-grams are in several tensors there, beside numbers that follow from the configuration.
+The layer of multi-token prediction is `mtp`, as vLLM reads it (vllm/models/qwen4_exp); transformers leaves it out.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -55,6 +55,13 @@ TEXT = "qwen4_exp_text"
 NAMES = ExpertNames(shared="mlp.shared_expert")
 MIXER = {"norm": "hc_norm", "mix_down_proj": "input_mix_weight_down", "mix_up_proj": "input_mix_weight_up"}
 CONNECTION = {**MIXER, "inject_proj": "block_inject_weight"}
+PREDICTION = {
+    "enorm": "pre_fc_norm_embedding",
+    "hnorm": "pre_fc_norm_hidden",
+    "e_proj": "fc_embedding",
+    "h_proj": "fc_hidden",
+}
+"""Parts of the layer of multi-token prediction around the layer itself -> their names in files."""
 NGRAMS = {
     "key_proj": "key_proj",
     "value_proj": "value_proj",
@@ -111,19 +118,44 @@ def name_map(config: Qwen4ExpConfig) -> NameMap:
     rules += _matrices("decoder.final_layernorm.", "model.hyper_connection_mixer.", MIXER)
     if config.untie_embeddings_and_output_weights:
         rules.append(Same("output_layer.weight", "lm_head.weight"))
-    # The image tower and the layers of multi-token prediction, which this family does not have.
-    return NameMap(rules, 0, {"model.visual.*", "mtp.*"})
+    # The image tower, which this family does not have.
+    if not config.mtp_num_layers:
+        return NameMap(rules, 0, {"model.visual.*", "mtp.*"})
+    return NameMap([*rules, *_prediction_rules(config)], 0, {"model.visual.*"})
 
 
 def _layer_rules(config: Qwen4ExpConfig, number: int) -> list[Rule]:
     block = _delta_net_rules(config) if config.linear_layers[number] else _attention_rules(config)
     ngrams = _ngram_rules(config, number) if number in config.layers_with_ngrams else []
-    connections = [
+    return [rule.for_layer(number) for rule in (*ngrams, *block, *_common_rules(config))]
+
+
+def _common_rules(config: Qwen4ExpConfig) -> list[Rule]:
+    """Of every layer: its connections and its experts."""
+    return [
         *_matrices(f"{OURS}attention_connection.", f"{THEIRS}attn_hyper_connection.", CONNECTION),
         *_matrices(f"{OURS}mlp_connection.", f"{THEIRS}mlp_hyper_connection.", CONNECTION),
+        *expert_rules(MoEOptions(config), NAMES),
     ]
-    experts = expert_rules(MoEOptions(config), NAMES)
-    return [rule.for_layer(number) for rule in (*ngrams, *connections, *block, *experts)]
+
+
+def _prediction_rules(config: Qwen4ExpConfig) -> list[Rule]:
+    layer = (*_attention_rules(config), *_common_rules(config))
+    return [
+        *_matrices("mtp.layers.0.", "mtp.", PREDICTION),
+        *_matrices("mtp.layers.0.final_layernorm.", "mtp.hyper_connection_mixer.", MIXER),
+        *(_moved(rule, "mtp.layers.0.mtp_model_layer.", "mtp.layers.0.") for rule in layer),
+    ]
+
+
+def _moved(rule: Rule, ours: str, theirs: str) -> Rule:
+    """The rule of a layer under other prefixes."""
+    return replace(
+        rule,
+        ours=ours + rule.ours.removeprefix(OURS),
+        theirs=tuple(theirs + name.removeprefix(THEIRS) for name in rule.sources),
+        others=tuple(_moved(other, ours, theirs) for other in rule.others),
+    )
 
 
 def _matrices(ours: str, theirs: str, names: Mapping[str, str]) -> list[Rule]:
@@ -173,21 +205,33 @@ def spelling(config: Qwen4ExpConfig, name: str) -> str:
     return name.replace("model.language_model.", "model.", 1) if name.startswith("model.language_model.") else name
 
 
+def held(external: Mapping[str, Any], names: Iterable[str]) -> Mapping[str, Any]:
+    """With the layer of multi-token prediction where a file has its tensors, and without it where it has not."""
+    count = len({name.split(".")[2] for name in names if name.startswith("mtp.layers.")})
+    if isinstance(text := external.get("text_config"), Mapping):
+        return {**external, "text_config": {**text, MTP: count}}
+    return {**external, MTP: count}
+
+
 # -- configuration -----------------------------------------------------------------------------------
 
+MTP, OF_MTP, ALSO_MTP = "mtp_num_hidden_layers", "mtp", "num_nextn_predict_layers"
 INDEXED = "indexed_attention"
 """How the class names layers of attention; files have FULL."""
 KEYS = (
     *ROPE_KEYS, "partial_rotary_factor", "layer_types", "full_attention_interval", "num_hidden_layers", "num_experts",
     "num_experts_per_tok", "norm_topk_prob", "moe_intermediate_size", "shared_expert_intermediate_size",
-    "router_aux_loss_coef", "ple_layer_ids", "eos_token_id", "output_gate_type", "num_local_experts",
+    "router_aux_loss_coef", "ple_layer_ids", "eos_token_id", "output_gate_type", "num_local_experts", MTP, OF_MTP,
+    ALSO_MTP,
 )  # fmt: skip
 LAYERS = 40
 """Default of the class."""
 
 
 def import_extra(external: Mapping[str, Any]) -> dict[str, Any]:
-    return {**import_positions(external), **import_layers(external), "moe": import_moe(external)}
+    positions = import_positions(external)
+    predicted = import_prediction(external, positions["rotary_base"])
+    return {**positions, **import_layers(external), **predicted, "moe": import_moe(external)}
 
 
 def import_positions(external: Mapping[str, Any]) -> dict[str, Any]:
@@ -211,6 +255,23 @@ def import_layers(external: Mapping[str, Any]) -> dict[str, Any]:
         "ngram_layers": sorted(set(external.get("ple_layer_ids") or [])) or None,
         "ngram_end_of_text_id": ends[0] if isinstance(ends, list) else ends,
     }
+
+
+def import_prediction(external: Mapping[str, Any], rotary_base: float) -> dict[str, Any]:
+    count = int(external.get(MTP, external.get(ALSO_MTP)) or 0)
+    supported = {
+        "hybrid": (None, True),
+        "layer_types": (None, [FULL], [INDEXED]),
+        "mtp_use_hidden_state_from_layer": (None,),
+        "num_hidden_layers": (None, count),
+        "rope_theta": (None, rotary_base),
+    }
+    stated = (external.get(OF_MTP) or {}) if count else {}
+    for key, value in stated.items():
+        if key not in supported or value not in supported[key]:
+            legal = f"; it can be {supported[key][-1]!r}" if key in supported else ""
+            raise ConfigError(f"{OF_MTP}.{key}={value!r} is not supported{legal}")
+    return {"mtp_num_layers": count}
 
 
 def import_moe(external: Mapping[str, Any]) -> dict[str, Any]:
@@ -251,6 +312,7 @@ def export_extra(model: Mapping[str, Any]) -> dict[str, Any]:
         "output_gate_type": config.linear_output_gate,
         "ple_layer_ids": [layer + 1 for layer in config.layers_with_ngrams],
         **({"eos_token_id": config.ngram_end_of_text_id} if config.layers_with_ngrams else {}),
+        MTP: config.mtp_num_layers,
     }
 
 
@@ -288,7 +350,6 @@ INDEXER_SIZES = {
     "indexer_budget": "qsa_budget",
     "indexer_compress_ratio": "qsa_compress_ratio",
 }
-OF_PREDICTION = "of layers that predict further tokens, which the class leaves out, and this family too"
 QWEN4_EXP = ConfigMap(
     architecture=TEXT,
     fields=(
@@ -303,6 +364,7 @@ QWEN4_EXP = ConfigMap(
         Fixed("attention_bias", (False,)),
         Fixed("indexer_kv_heads", (1,)),
         Fixed("attn_output_gate", (True,), written=False),
+        Fixed("mtp_use_dedicated_embeddings", (False,), written=False),
         *NOT_A_CHOICE,
     ),
     ignored={
@@ -310,9 +372,6 @@ QWEN4_EXP = ConfigMap(
         **MOE_IGNORED,
         "number_of_conv_states": "what the class keeps of a sequence in its cache, by its other fields",
         "mamba_ssm_dtype": "states are fp32 here whatever it says",
-        **dict.fromkeys(
-            ("mtp_num_hidden_layers", "mtp_use_dedicated_embeddings", "mtp", "num_nextn_predict_layers"), OF_PREDICTION
-        ),
     },
     import_extra=import_extra,
     import_extra_keys=KEYS,
@@ -327,4 +386,5 @@ HUGGING_FACE = HuggingFaceFamily(
     copies=tied_output,
     spelling=spelling,
     architectures={TEXT: "Qwen4ExpForCausalLM"},
+    held=held,
 )

@@ -5,10 +5,13 @@ experts.
     X <- connect(block, X)      X <- connect(experts, X)
 
 The connections are `mt_models.blocks.gated_streams`, which normalize what a block reads; streams start as copies of the
-token's embedding.
+token's embedding. A layer of multi-token prediction reads the streams behind the last layer, before their mean.
 """
 
 from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
 
 import torch
 from torch import Tensor, nn
@@ -16,13 +19,21 @@ from torch import Tensor, nn
 from mt_core.nn.attention import AttentionPattern
 from mt_core.nn.build_context import ModelBuildContext
 from mt_core.nn.cache import Cache
+from mt_core.nn.embedding import project_to_vocab
+from mt_core.nn.layout import normal
+from mt_core.nn.loss import Unprojected
+from mt_core.parallel.context import ParallelContext
 from mt_core.parallel.pipeline.stage import Stage
 from mt_models.blocks.decoder import RotaryDecoder, attention_core, freeze
 from mt_models.blocks.gated_delta_net import GatedDeltaNet
 from mt_models.blocks.gated_head_norm import GatedHeadNorm
 from mt_models.blocks.gated_streams import StreamConnection, StreamMixer, with_output
 from mt_models.blocks.hyper_connection import repeated
+from mt_models.blocks.linear import ReplicatedLinear
+from mt_models.blocks.multi_token import TokenPrediction
 from mt_models.blocks.ngram_layer import NGramLayer
+from mt_models.blocks.norm import ZeroCenteredRMSNorm
+from mt_models.blocks.predicting_decoder import PredictsTokens
 from mt_models.blocks.rotary import RotaryAngles
 from mt_models.blocks.run_sparse_attention import RunSparseAttention
 from mt_models.qwen4_exp.config import Qwen4ExpConfig
@@ -46,11 +57,12 @@ class Qwen4ExpLayer(nn.Module):
         streams: Tensor,
         pattern: AttentionPattern,
         angles: RotaryAngles | None,
-        cache: Cache | None,
-        tokens: Tensor,
+        cache: Cache | None = None,
+        tokens: Tensor | None = None,
     ) -> Tensor:
         """tokens [B, S]: ids of whole sequences, for layers with n-grams."""
         if self.ngrams is not None:
+            assert tokens is not None
             streams = streams + self.ngrams(streams, tokens, pattern.segment_ids, cache)
         x, strengths = self.attention_connection.connect(streams)
         streams = with_output(streams, self.self_attention(x, pattern, angles, cache), strengths)
@@ -74,19 +86,67 @@ def sparse_attention(config: Qwen4ExpConfig, context: ModelBuildContext) -> RunS
     return attention
 
 
-class Qwen4ExpModel(RotaryDecoder):
+class StreamPrediction(TokenPrediction):
+    """One depth of multi-token prediction: streams [B, S, n H] of the depth before -> the same.
+
+    The layer's streams start as e_proj enorm(embedding) + h_proj hnorm(X)_i, where hnorm is over all n H channels
+    together. A mean of its own makes the input of the LM head of them.
+    """
+
+    def __init__(
+        self, config: Qwen4ExpConfig, layer: nn.Module, norm: Callable[[], nn.Module], ctx: ParallelContext
+    ) -> None:
+        nn.Module.__init__(self)
+        hidden, init = config.hidden_size, normal(config.init_method_std)
+        self.streams = config.residual_streams
+        self.enorm = norm()
+        self.hnorm = ZeroCenteredRMSNorm(self.streams * hidden, config.norm_epsilon, ctx)
+        self.e_proj = ReplicatedLinear(hidden, hidden, ctx, init=init, bias=False, on_sequence=True)
+        self.h_proj = ReplicatedLinear(hidden, hidden, ctx, init=init, bias=False, on_sequence=True)
+        self.mtp_model_layer = layer
+        self.final_layernorm = StreamMixer(config, ctx)
+
+    def forward(
+        self,
+        hidden: Tensor,
+        embedded: Tensor,
+        pattern: AttentionPattern,
+        angles: RotaryAngles | None,
+        cache: Cache | None = None,
+    ) -> Tensor:
+        before = self.hnorm(hidden).unflatten(-1, (self.streams, -1))
+        started = self.e_proj(self.enorm(embedded)).unsqueeze(-2) + self.h_proj(before)
+        streams: Tensor = self.mtp_model_layer(started.flatten(-2), pattern, angles, cache)
+        return streams
+
+    def head_input(self, state: Tensor) -> Tensor:
+        """Streams [B, S, n H] of the depth -> their mean [B, S, H]."""
+        mean: Tensor = self.final_layernorm(state)
+        return mean
+
+
+class Qwen4ExpModel(PredictsTokens, RotaryDecoder):
     """tokens [B, S] -> logits [B, S, vocab]. Between layers and pipeline stages are streams [B, S, n H]."""
 
     config: Qwen4ExpConfig
+    depth_type = StreamPrediction
 
     def __init__(self, config: Qwen4ExpConfig, context: ModelBuildContext) -> None:
-        linear = config.linear_layers
-        super().__init__(
+        linear, ctx = config.linear_layers, context.parallel
+        RotaryDecoder.__init__(
+            self,
             config,
             context,
             lambda number: Qwen4ExpLayer(config, context, number, linear=linear[number]),
-            # Behind the last layer: the streams become the input of the LM head.
-            lambda: StreamMixer(config, context.parallel),
+            # Behind the last layer: the streams become the input of the LM head, in `unprojected`.
+            lambda: StreamMixer(config, ctx),
+        )
+        counted = config.with_predicted_layers()
+        self.add_prediction(
+            config,
+            context,
+            lambda depth: Qwen4ExpLayer(counted, context, config.num_layers + depth, linear=False),
+            partial(ZeroCenteredRMSNorm, config.hidden_size, config.norm_epsilon, ctx),
         )
 
     def through_layers(
@@ -98,13 +158,24 @@ class Qwen4ExpModel(RotaryDecoder):
         cache: Cache | None,
         stage: Stage,
     ) -> Tensor:
+        """[B, S, H], or streams [B, S, n H] of the stage before -> streams [B, S, n H]"""
         if stage.first:
             hidden = repeated(hidden, self.config.residual_streams)
 
         def call(number: int, layer: nn.Module, x: Tensor) -> Tensor:
             return layer(x, pattern, angles, cache, tokens)
 
-        return self.decoder.through(hidden, call, stage)
+        return self.decoder.through_layers(hidden, call, stage)
+
+    def unprojected(self, x: Tensor) -> Unprojected:
+        """The input of the LM head for streams [B, S, n H], with its weight."""
+        assert self.decoder.final_layernorm is not None
+        return super().unprojected(self.decoder.final_layernorm(x))
+
+    def predicted_logits(self, state: Tensor) -> Tensor:
+        # The depth has made the mean of its streams.
+        rows = super().unprojected(state)
+        return project_to_vocab(rows.hidden, rows.weight, rows.own, rows.ctx)
 
 
 def build_qwen4_exp(config: Qwen4ExpConfig, context: ModelBuildContext) -> Qwen4ExpModel:

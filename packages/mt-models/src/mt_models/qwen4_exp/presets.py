@@ -19,6 +19,7 @@ PRESETS: dict[str, dict[str, Any]] = {
             "linear_output_gate": "sigmoid",
             "ngram_layers": [2],
             "ngram_end_of_text_id": 248044,
+            "mtp_num_layers": 1,
             "moe": {
                 "num_experts": 512,
                 "moe_router_topk": 10,

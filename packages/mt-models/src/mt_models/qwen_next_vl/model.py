@@ -159,8 +159,9 @@ class QwenNextVLModel(Qwen3VLModel):
         depths: int = self.language_model.prediction_depths
         return depths
 
-    def logits(self, x: Tensor) -> Tensor:
-        logits: Tensor = self.language_model.logits(x)
+    def logits_ahead(self, depth: int, state: Tensor) -> Tensor:
+        """See `PredictsAhead`."""
+        logits: Tensor = self.language_model.logits_ahead(depth, state)
         return logits
 
     def predict_ahead(self, depth: int, hidden: Tensor, tokens: Tensor, cache: Cache) -> Tensor:
