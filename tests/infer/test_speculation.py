@@ -119,7 +119,7 @@ def test_a_draft_model_that_is_the_model_is_always_right(name: str) -> None:
 
 PREDICTED = [("deepseek", 1), ("deepseek", 2), ("nemotron_3", 2), ("mimo_v2_flash", 2)]
 PREDICTED += [("qwen4_exp", 1), ("deepseek_v4", 1), ("deepseek_v4", 2)]
-"""Families and depths. Depths of the last three read residual streams; windows of the last are shorter than a block and a tail."""
+"""Families and depths. Depths of the last three read residual streams."""
 
 
 def predicting(depths: int, family: str = "deepseek", **inference: Any) -> InferenceEngine:
