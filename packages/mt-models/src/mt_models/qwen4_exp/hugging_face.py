@@ -131,7 +131,7 @@ def _layer_rules(config: Qwen4ExpConfig, number: int) -> list[Rule]:
 
 
 def _common_rules(config: Qwen4ExpConfig) -> list[Rule]:
-    """Of every layer: its connections and its experts."""
+    """Connections and experts, which every layer has."""
     return [
         *_matrices(f"{OURS}attention_connection.", f"{THEIRS}attn_hyper_connection.", CONNECTION),
         *_matrices(f"{OURS}mlp_connection.", f"{THEIRS}mlp_hyper_connection.", CONNECTION),
