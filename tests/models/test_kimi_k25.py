@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -13,6 +14,7 @@ from tests.infer.engines import OPTIONS, run, tokens_of
 from tests.infer.test_qwen_vl import GREEDY, requested
 from tests.models.decoder_reference import without_values
 from tests.models.qwen_vl_reference import IMAGE, LENGTH, SIDE, VOCAB, image_batch, texts_with_images
+from tests.models.video_reference import video_batch, video_texts
 from tests.models.vision_reference import assert_same_training, canonical_size, from_reference, randomize
 from torch import Tensor
 
@@ -153,6 +155,57 @@ def test_the_first_published_files_are_read() -> None:
     assert HUGGING_FACE.read_config(older) == newer
     with pytest.raises(ConfigError, match="vision_config.text_hidden_size=64 is not supported; it can be 32"):
         HUGGING_FACE.read_config({**older, "vision_config": {**vision, "text_hidden_size": 64}})
+
+
+# -- videos ------------------------------------------------------------------------------------------
+
+CLIPS = [[(1, 2, 0), (2, 2, 4), (2, 2, 3)], [(3, 1, 1), (2, 1, 2)]]
+"""Rows and columns of cells and frames: a still and a video of 7 frames; one of a frame, and one of two."""
+IS_VIEW = [[False, True, True], [True, True]]
+
+
+def video_features(reference: Any, images: Tensor) -> dict[str, Any]:
+    """What the class computes of each still and each view by itself: it takes no views with other numbers of frames
+    together (transformers 5.23)."""
+    parts: dict[str, list[Tensor]] = {"image": [], "video": []}
+    for row, grids, of_video in zip(images, CLIPS, IS_VIEW, strict=True):
+        first = 0
+        for (rows, columns, frames), is_of_video in zip(grids, of_video, strict=True):
+            frames = max(frames, 1)
+            cells = row[first : first + rows * columns].reshape(rows, columns, 4, 3, 2, 3, 2, 3)[:, :, :frames]
+            first += rows * columns
+            # [rows, columns, T, C, m, p, m, p] -> [T, rows, m, columns, m, C, p, p]
+            patches = cells.permute(2, 0, 4, 1, 6, 3, 5, 7).reshape(-1, 3, SIDE // 2, SIDE // 2)
+            sizes = torch.tensor([[frames, 2 * rows, 2 * columns]])
+            states = reference.model.vision_tower(patches, sizes).pooler_output
+            parts["video" if is_of_video else "image"].append(reference.model.mm_projector(states).squeeze(1))
+    return {name: SimpleNamespace(pooler_output=features) for name, features in parts.items()}
+
+
+def test_videos_equal_the_reference(host) -> None:
+    """Frames of a view see one another, and have the times of their view alone; states are averaged over real
+    frames: padding of a view with fewer frames has no part."""
+    reference = make_reference()
+    randomize(reference)
+    model = from_reference(host, HUGGING_FACE, reference, {}, data={"seq_length": LENGTH})
+    (tokens, theirs), (images, grids) = video_texts(CLIPS, IS_VIEW), video_batch(CLIPS, 4)
+    labels = tokens.masked_fill(tokens == IMAGE, -100)
+    features = video_features(reference, images)
+    returned = reference(theirs, torch.ones_like(theirs), mm_encoder_outputs=features, labels=labels)
+    assert_same_training((model, model(tokens, images, image_grids=grids)), (reference, returned), labels, HUGGING_FACE)
+
+
+def test_requests_with_videos_have_the_logits_of_training(pair) -> None:
+    model, _ = pair
+    (tokens, _), (images, grids) = video_texts(CLIPS, IS_VIEW), video_batch(CLIPS, 4)
+    inputs = [
+        {"images": row[: sum(rows * columns for rows, columns, _ in clips)], "image_grids": torch.tensor(clips)}
+        for row, clips in zip(images, CLIPS, strict=True)
+    ]
+    with torch.no_grad():
+        whole = model(tokens, images, image_grids=grids)
+    decoded = cached_logits(model, tokens, (5, 20, tokens.shape[1]), inputs)
+    torch.testing.assert_close(decoded, whole, atol=1e-4, rtol=1e-4)
 
 
 # -- images ------------------------------------------------------------------------------------------

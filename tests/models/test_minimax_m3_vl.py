@@ -12,6 +12,7 @@ from tests.infer.engines import OPTIONS, run, tokens_of
 from tests.infer.test_qwen_vl import GREEDY, requested
 from tests.models.decoder_reference import without_values
 from tests.models.qwen_vl_reference import IMAGE, LENGTH, VOCAB, as_reference_inputs, image_batch, texts_with_images
+from tests.models.video_reference import video_batch, video_texts
 from tests.models.vision_reference import assert_same_training, canonical_size, from_reference, randomize
 from torch import Tensor
 
@@ -116,6 +117,46 @@ def test_what_is_written_is_read_by_transformers_to_the_last_bit(pair, tmp_path:
     with safe_open(tmp_path / "theirs" / "model.safetensors", "pt") as file:
         theirs = {HUGGING_FACE.spelling(model.config, name) for name in file.keys()}  # noqa: SIM118
     assert theirs == set(written)
+
+
+# -- videos ------------------------------------------------------------------------------------------
+
+CLIPS = [[(1, 2, 0), *((1, 2, place) for place in (0, 1, 2, 3, 0))], [(2, 1, 0), (2, 1, 1)]]
+"""Rows and columns of cells, and the place in a segment: a still and a video of two segments; one of two views."""
+SEGMENTS = [[(1, 1, 2)], [(4, 1, 2), (1, 1, 2), (2, 2, 1)]]
+"""Times, rows and columns of the still, and of the segments of the videos."""
+
+
+def as_video_inputs(tokens: Tensor, images: Tensor) -> dict[str, Tensor]:
+    """What `transformers` takes: the still first, then the views of all videos; two frames of each patch."""
+    counts = [sum(rows * columns for rows, columns, _ in clips) for clips in CLIPS]
+    cells = torch.cat([row[:count] for row, count in zip(images, counts, strict=True)])
+    # [V, T, C, m, p, m, p] -> [V, m, m, C, T, p, p]
+    patches = cells.reshape(-1, 2, 3, 2, 3, 2, 3).permute(0, 3, 5, 2, 1, 4, 6).reshape(len(cells) * 4, -1)
+    still = 8  # patches of two cells
+    thw = [torch.tensor([(time, 2 * rows, 2 * columns) for time, rows, columns in grids]) for grids in SEGMENTS]
+    return {
+        "input_ids": tokens,
+        "attention_mask": torch.ones_like(tokens),
+        "pixel_values": patches[:still],
+        "image_grid_thw": thw[0],
+        "pixel_values_videos": patches[still:],
+        "video_grid_thw": thw[1],
+    }
+
+
+def test_videos_equal_the_reference(host) -> None:
+    """Views of a segment see one another and turn with their place in it; the next segment begins again."""
+    reference = make_reference()
+    randomize(reference)
+    model = from_reference(host, HUGGING_FACE, reference, {}, data={"seq_length": LENGTH})
+    is_view = [[False, *[True] * 5], [True, True]]
+    (tokens, theirs), (images, grids) = video_texts(CLIPS, is_view), video_batch(CLIPS, 2)
+    labels = tokens.masked_fill(tokens == IMAGE, -100)
+    # A still has two equal frames.
+    images[0, :2, 3:] = images[0, :2, :3]
+    returned = reference(**as_video_inputs(theirs, images), labels=labels)
+    assert_same_training((model, model(tokens, images, image_grids=grids)), (reference, returned), labels, HUGGING_FACE)
 
 
 # -- configuration -----------------------------------------------------------------------------------

@@ -130,6 +130,80 @@ def test_a_video_is_one_image_with_times_for_qwen2_vl(
         assert_same_pixels(sample["images"][view * len(cells) : (view + 1) * len(cells)], cells, 1 / 255 / 0.5)
 
 
+def processed_text(kind: str, count: int, fps: float, cells: int) -> tuple[list[int], str]:
+    """Frames taken of a video, and what stands for it in a text, by the functions of the processors that need no
+    torchvision; the token of a cell is "@". kind: "kimi" or "minimax"."""
+    from transformers.models.kimi_k25.processing_kimi_k25 import Kimi_K25Processor
+    from transformers.models.minimax_m3_vl.processing_minimax_m3_vl import MiniMaxM3VLProcessor
+    from transformers.video_utils import VideoMetadata, default_sample_indices_fn
+
+    metadata = VideoMetadata(total_num_frames=count, fps=fps)
+    taken = default_sample_indices_fn(metadata, fps=2.0).tolist()
+    metadata.frames_indices = taken
+    size = 4 if kind == "kimi" else 2
+    views = -(-len(taken) // size)
+    # A chunk is a view of Kimi, and up to four views of MiniMax.
+    chunks = views if kind == "kimi" else -(-views // 4)
+    times = [1] * views if kind == "kimi" else [min(4, views - start) for start in range(0, views, 4)]
+    inputs = {
+        "num_chunks_per_video": [chunks],
+        "video_grid_thw": np.array([(time, 2, 2 * cells) for time in times]),
+        "video_metadata": [metadata],
+    }
+    state = SimpleNamespace(video_processor=SimpleNamespace(merge_size=2, temporal_patch_size=size))
+    state.video_token = state.VIDEO_TOKEN = "@"
+    if kind == "kimi":
+        return taken, Kimi_K25Processor.replace_video_token(state, inputs, 0)
+    state.VISION_START_TOKEN, state.VISION_END_TOKEN = "]<]start of image[>[", "]<]end of image[>["
+    return taken, MiniMaxM3VLProcessor.replace_video_token(state, inputs, 0)
+
+
+@pytest.mark.parametrize(("count", "fps"), [(9, 2.0), (41, 7.5), (1, 2.0), (50, 24.0)])
+@pytest.mark.parametrize("kind", ["kimi", "minimax"])
+def test_views_of_kimi_and_minimax_have_the_texts_of_their_processors(
+    tmp_path: Path, kind: str, count: int, fps: float
+) -> None:
+    """Frames that are taken, their times, markers, the third number of grids; pixels of frames of 20 by 30 pixels."""
+    frames = frames_of(count, 20, 30)
+    write_folder(tmp_path / "film", frames)
+    keys = {
+        "kimi": {"video_rule": "kimi_k25", "image_markers": "kimi", "frames_per_view": 4, "size_rule": "padded"},
+        # 20 x 30 pixels are 2 x 4 cells.
+        "minimax": {"video_rule": "minimax_m3", "image_markers": "minimax_m3"},
+    }[kind]
+    cells = 12 if kind == "kimi" else 8
+    taken, text = processed_text(kind, count, fps, cells)
+    record = {"video": "film", "fps": fps, "text": "a <video> b"}
+    pixels = {"min_video_pixels": SIDE**2, "max_video_pixels": 12 * SIDE**2}
+    limits = {"min_video_frames": 1, "max_images": 300}
+    tokenizer, samples = samples_of(tmp_path, [record], **keys, **pixels, **limits)
+    sample, size = samples[0], keys.get("frames_per_view", 2)
+    views = [taken[start : start + size] for start in range(0, len(taken), size)]
+    times = [len(view) if kind == "kimi" else place % 4 for place, view in enumerate(views)]
+    rows, columns = (3, 4) if kind == "kimi" else (2, 4)
+    assert sample["image_grids"][: len(views) + 1].tolist() == [*([rows, columns, time] for time in times), [0, 0, 0]]
+    pieces = [tokenizer.encode(piece) if piece else [] for piece in text.split("@" * cells)]
+    expected = [token for piece in pieces[:-1] for token in (*piece, *[tokenizer.vocab_size] * cells)] + pieces[-1]
+    tokens = sample["tokens"].tolist()
+    assert [tokens[place : place + len(expected)] for place in range(len(tokens))].count(expected) == 1
+    for number, view in enumerate(views):
+        shown = np.stack([shown_frame(frames[frame], kind, rows, columns) for frame in view])
+        grid = shown.reshape(len(view), rows, SIDE, columns, SIDE, 3).transpose(1, 3, 0, 5, 2, 4)
+        found = sample["images"][number * cells : (number + 1) * cells, : 3 * len(view)]
+        assert_same_pixels(found, grid.reshape(cells, -1, SIDE, SIDE), 1 / 255 / 0.5)
+
+
+def shown_frame(frame: np.ndarray, kind: str, rows: int, columns: int) -> np.ndarray:
+    """The frame in the size of its grid: padded with black, or stretched."""
+    if kind == "kimi":
+        padded = np.zeros((rows * SIDE, columns * SIDE, 3), np.float32)
+        padded[: frame.shape[0], : frame.shape[1]] = frame
+    else:
+        size = columns * SIDE, rows * SIDE
+        padded = np.asarray(Image.fromarray(frame).resize(size, Image.Resampling.BICUBIC), np.float32)
+    return padded / 127.5 - 1
+
+
 def test_videos_one_behind_the_other_are_two_images(tmp_path: Path) -> None:
     frames = frames_of(4, 16, 16)
     write_folder(tmp_path / "film", frames)
@@ -229,3 +303,8 @@ def test_what_cannot_be_read_is_named(tmp_path: Path, record: dict, keys: dict, 
     (tmp_path / "empty").mkdir()
     with pytest.raises(DataError, match=words):
         samples_of(tmp_path, [record], **keys)
+
+
+def test_another_number_of_frames_than_the_rule_has_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match="frames_per_view=2 does not fit data.video_rule=kimi_k25; it can be 4, or 1"):
+        samples_of(tmp_path, [], video_rule="kimi_k25")

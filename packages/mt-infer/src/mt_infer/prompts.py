@@ -19,20 +19,20 @@ from mt_core.errors import ConfigError
 from mt_core.interfaces import Tokenizer
 from mt_core.plugins import load_plugins
 from mt_core.specs import MODELS
-from mt_data.datasets.images.config import ImageDataConfig, ImageTextKeys
+from mt_data.datasets.images.config import FRAMES_OF_RULES, ImageDataConfig, ImageTextKeys
 from mt_data.datasets.images.image_text import ImageTextDataConfig
 from mt_data.datasets.images.pixels import ImageFile, as_input, read_image
 from mt_data.datasets.images.records import MARK
 from mt_data.datasets.images.text import IMAGE, ImageTokens
 from mt_data.datasets.images.tiles import Grid
 from mt_data.datasets.images.videos import (
-    TOGETHER,
     VIDEO,
     VideoSampling,
     grid_of,
     is_video,
     open_video,
     read_view,
+    tiling_of,
     views_of_frames,
 )
 from mt_data.datasets.sounds.reading import read_sound, require_length
@@ -56,17 +56,17 @@ WHOLE = Grid(1, 1)
 class ImageViews(NamedTuple):
     """pixels [V, 3 (of each frame), img_h, img_w]: the tiles of an image, or the image as one view. grid: that it was
     cut by. text: what stands for it in a text, of a video marks of as many parts of the same grid, and their times.
-    microseconds: of each part of a video that is one image in the text."""
+    view_times: of each part of a video the third number of its grid, for families that take one."""
 
     pixels: Tensor
     grid: Grid
     text: str = MARK
-    microseconds: tuple[int, ...] = ()
+    view_times: tuple[int, ...] = ()
 
     @property
     def times(self) -> tuple[int, ...]:
-        """The time of each part in microseconds; 0 of an image."""
-        return self.microseconds or (0,) * self.text.count(MARK)
+        """The third number of the grid of each part, 0 of an image."""
+        return self.view_times or (0,) * self.text.count(MARK)
 
     @property
     def grids(self) -> list[Grid]:
@@ -116,7 +116,7 @@ class PromptEncoder:
                 grids = inputs[IMAGE_GRIDS].tolist()
             times = [grid[2] for grid in grids if len(grid) > 2]
             sizes = [Grid(*grid[:2]) for grid in grids]
-            return self.with_images(prompt, sizes, microseconds=times, samples=samples), inputs
+            return self.with_images(prompt, sizes, times=times, samples=samples), inputs
         return self.tokens(prompt), inputs
 
     def tokens(self, prompt: Prompt) -> list[int]:
@@ -166,13 +166,13 @@ class PromptEncoder:
         prompt: str,
         grids: Sequence[Grid],
         encode: Encode | None = None,
-        microseconds: Sequence[int] = (),
+        times: Sequence[int] = (),
         samples: Sequence[int] = (),
     ) -> list[int]:
         """Ids of a text with images, which were cut by these grids (`views_of`). Each "<image>" stands for one of the
         images, which else come first. encode: of a text that has its first ids, such as BOS; None: the tokenizer adds
-        them, once. microseconds: above 0 for a view of a video that continues the one before it. samples: of sounds,
-        each "<audio>" being one. Raises ConfigError for another number of marks."""
+        them, once. times: the third numbers of grids with videos. samples: of sounds, each "<audio>" being one.
+        Raises ConfigError for another number of marks."""
         if self.image_tokens.in_templates is not None:
             # Chat templates of some families write a placeholder of their own.
             prompt = prompt.replace(self.image_tokens.in_templates, MARK)
@@ -181,7 +181,7 @@ class PromptEncoder:
             prompt = marked(prompt.replace(self.sound_tokens.in_templates, SOUND_MARK), SOUND_MARK, len(samples))
         # Example: "a<image>b" -> "a", "<image>", "b".
         pieces = re.split(f"({MARK}|{SOUND_MARK})" if samples else f"({MARK})", prompt)
-        images = iter(self.image_tokens.of_all(grids, microseconds))
+        images = iter(self.image_tokens.of_all(grids, times))
         sounds = iter(self.sound_tokens.of_all(samples) if samples else ())
         within = encode or bare_encoder(self.tokenizer)
         # The first piece may get BOS from the tokenizer; later ones must not.
@@ -237,7 +237,7 @@ class PromptEncoder:
         if IMAGE_GRIDS not in self.conditioned_by:
             return views
         grids = torch.tensor([grid for image in images for grid in image.grids])
-        if any(image.microseconds for image in images):
+        if any(image.view_times for image in images):
             # [parts, 3], with the time of each.
             grids = torch.cat([grids, torch.tensor([time for image in images for time in image.times])[:, None]], 1)
         return {**views, IMAGE_GRIDS: grids}
@@ -317,13 +317,25 @@ def image_data(config: Config) -> ImageTextDataConfig:
     model: Any = config.model
     data = config.data
     if isinstance(data, ImageTextDataConfig):
-        return data
+        return data.model_copy(update=_video_keys(model, data))
     # Text data: an imported checkpoint, or one trained on text alone.
     if not isinstance(data, ImageDataConfig):
         return ImageTextDataConfig.model_validate(model.image_data_keys)
     sizes = {key: model.image_data_keys[key] for key in ImageTextKeys.model_fields if key in model.image_data_keys}
     data_keys = {key: getattr(data, key) for key in (*sizes, *COLOURS) if hasattr(data, key)}
     return ImageTextDataConfig.model_validate(sizes | data_keys)
+
+
+VIDEO_KEYS = ("video_fps", "min_video_frames", "max_video_frames", "min_video_pixels", "max_video_pixels")
+
+
+def _video_keys(model: Any, data: ImageTextDataConfig) -> dict[str, Any]:
+    """The family's keys for videos, where the data set has none and does not say them."""
+    if data.frames_per_view > 1 or not getattr(model, "TAKES_VIDEOS", False):
+        return {}
+    published = model.image_data_keys
+    keys = [key for key in VIDEO_KEYS if key in published and key not in data.model_fields_set]
+    return {"video_rule": model.VIDEO_RULE, **{key: published[key] for key in keys}}
 
 
 def read_images(files: Sequence[ImageFile], data: ImageTextDataConfig, *, videos: bool = False) -> list[ImageViews]:
@@ -337,19 +349,19 @@ def _read(file: ImageFile, data: ImageTextDataConfig) -> ImageViews:
     if not file.frames:
         return views_of([read_image(file)], data)[0]
     grid = grid_of(file, data.tiling)
-    cells = views_of_frames(read_view(file), grid, data.tiling, data)
-    times = (file.microseconds,) if data.has_view_times else ()
-    return ImageViews(torch.from_numpy(np.stack(cells)), grid, microseconds=times)
+    cells = views_of_frames(read_view(file), grid, tiling_of(file, data.tiling), data)
+    times = (file.time,) if data.has_view_times else ()
+    return ImageViews(torch.from_numpy(np.stack(cells)), grid, view_times=times)
 
 
 def read_video(path: Path, data: ImageTextDataConfig) -> ImageViews:
     """Raises DataError for what is no video."""
-    data = data.model_copy(update={"frames_per_view": TOGETHER})
+    data = data.model_copy(update={"frames_per_view": FRAMES_OF_RULES[data.video_rule]})
     sampling = VideoSampling.of(data)
     assert sampling is not None
     video = open_video(path, sampling)
     parts = [_read(file, data) for file in video.files]
-    times = () if video.seconds else tuple(file.microseconds for file in video.files)
+    times = tuple(file.time for file in video.files) if data.has_view_times else ()
     return ImageViews(torch.cat([part.pixels for part in parts]), parts[0].grid, video.text(MARK), times)
 
 

@@ -135,7 +135,8 @@ TASK_DATASETS = (
 def image_grids(images: str) -> SampleField:
     doc = (
         "rows and columns of views of each image; the rest is 0. Absent unless data.dynamic_resolution is set. With "
-        "data.frames_per_view=2 and data.video_rule=qwen2_vl a third number, microseconds of a view of a video"
+        "data.frames_per_view above 1 a third number of a view of a video: with data.video_rule=qwen2_vl microseconds, "
+        "with kimi_k25 its frames, with minimax_m3 its place among those that see one another"
     )
     return SampleField("image_grids", "int64", f"[{images}, 2 or 3]", doc)
 

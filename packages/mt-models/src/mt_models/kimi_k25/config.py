@@ -42,6 +42,11 @@ class MoonVitConfig(MergedPatchConfig):
     # Fixed values for keys that the shared blocks read.
 
     @property
+    def temporal_patch_size(self) -> int:
+        """Frames of a view of a video at most, whose patches see one another and whose states are averaged."""
+        return 4
+
+    @property
     def activation(self) -> Literal["gelu_tanh"]:
         return "gelu_tanh"
 
@@ -73,8 +78,13 @@ class KimiK25Config(DynamicResolutionConfig):
         "image_std": [0.5, 0.5, 0.5],
         "image_markers": "kimi",
         "size_rule": "padded",
+        "video_rule": "kimi_k25",
+        "min_video_frames": 1,
     }
     PUBLISHED_CELLS: ClassVar[tuple[int, int]] = (1, 4096)
+    PUBLISHED_VIDEO_CELLS: ClassVar[tuple[int, int] | None] = (1, 1024)
+    TAKES_VIDEOS: ClassVar[bool] = True
+    VIDEO_RULE: ClassVar[str] = "kimi_k25"
 
     vision_model: Annotated[MoonVitConfig, BeforeValidator(vision_section)]  # type: ignore[assignment]
     """A table with the keys of the vision transformer."""

@@ -23,7 +23,7 @@ from mt_models.llava.image_processor import read_processor, require_fields, trai
 
 # -- configuration -----------------------------------------------------------------------------------
 
-OF_VIDEOS = "of videos, which the model does not take"
+OF_VIDEOS = "stands for videos there; here the image token does, whose embeddings are replaced as well"
 TEXT_TYPES = ("deepseek_v3", "kimi_k2")
 DECODER_DEFAULTS = {"model_type": "deepseek_v3"}
 OLDER_TOWER = {
@@ -70,7 +70,6 @@ def export_tower(model: Mapping[str, Any]) -> dict[str, Any]:
         "intermediate_size": tower.ffn_size,
         "pos_emb_height": side,
         "pos_emb_width": side,
-        "pos_emb_time": 4,
         "merge_kernel_size": [merge, merge],
         "rope_parameters": {"rope_type": "axial", "rope_theta": tower.rotary_base},
     }
@@ -91,9 +90,11 @@ VISION = ConfigMap(
         Fixed("merge_type", ("sd2_tpool",)),
         Fixed("pos_emb_type", ("divided_fixed",)),
         Fixed("mm_projector_type", ("patchmerger",)),
+        Fixed("video_attn_type", ("spatial_temporal",), written=False),
+        Fixed("pos_emb_time", (4,)),
         *NOT_A_CHOICE,
     ),
-    ignored={**IGNORED, "pos_emb_time": OF_VIDEOS, "video_attn_type": OF_VIDEOS},
+    ignored=IGNORED,
     import_extra=import_positions,
     import_extra_keys=("pos_emb_height", "pos_emb_width", "merge_kernel_size", "rope_parameters"),
     export_extra=export_tower,

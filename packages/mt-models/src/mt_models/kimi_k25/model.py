@@ -1,5 +1,5 @@
-"""Kimi K2.5 with pictures: MoonViT (Kimi Team, *Kimi-VL Technical Report*, 2025), squares of patches merged by an MLP,
-in front of a DeepSeek-V3.
+"""Kimi K2.5 with pictures and videos: MoonViT (Kimi Team, *Kimi-VL Technical Report*, 2025), squares of patches merged
+by an MLP, in front of a DeepSeek-V3.
 
 Shapes: V cells (squares of m by m patches) of all images of a batch, P = V m m patches, C colours, p the side of a
 patch in pixels, W width of the tower, H of the decoder. The patches of all images are one row [1, P, W]; only attention
@@ -26,7 +26,7 @@ from mt_models.kimi_k25.config import KimiK25Config, MoonVitConfig
 from mt_models.llava.dynamic_resolution import DynamicResolutionModel
 from mt_models.qwen3_vl.model import InterleavedAngles
 from mt_models.qwen_vl.vision import PatchLayers
-from mt_models.vision.patches import Grid, PatchGroups, StillPatchEmbedding, image_groups, patch_positions
+from mt_models.vision.patches import Grid, PatchGroups, StillPatchEmbedding, TimedGrid, patch_positions
 
 # -- the vision transformer --------------------------------------------------------------------------
 
@@ -99,7 +99,11 @@ class MoonVitLayers(PatchLayers):
 
 
 class MoonVitTower(nn.Module):
-    """images [V, C, m p, m p], cell by cell, and the grids of the images -> [V, m m, W], normalized."""
+    """images [V, C (of each frame), m p, m p], cell by cell, and the grids of the images -> [V, m m, W], normalized.
+
+    The third number of a grid is the number of frames of a view of a video, 0 of an image. Patches of all frames of a
+    view see one another; states of a patch are averaged over its frames behind the last layer.
+    """
 
     def __init__(self, config: MoonVitConfig, context: ModelBuildContext) -> None:
         super().__init__()
@@ -110,18 +114,65 @@ class MoonVitTower(nn.Module):
         self.decoder = MoonVitLayers(config, context)
         self.rotary = FixedRotary(inverse_frequencies(config.head_dim // 2, config.rotary_base))
 
-    def forward(self, images: Tensor, grids: Sequence[Grid]) -> Tensor:
-        merged = self.config.merged_patches
-        whole = image_groups(grids, merged, images.device)
-        x = self.conv1(images) + self.position_embeddings(grids)
-        return self.decoder(x, whole, self.angles(grids, images.device)).view(len(images), merged, -1)
+    def forward(self, images: Tensor, grids: Sequence[TimedGrid]) -> Tensor:
+        merged, frames = self.config.merged_patches, ViewFrames(grids, images, self.config.num_channels)
+        sizes = [grid[:2] for grid in grids]
+        groups = PatchGroups(frames.image.repeat_interleave(merged), images.device)
+        places = frames.repeat(self.position_embeddings(sizes)[0].unflatten(0, (-1, merged)))
+        places = places + sinusoids(frames.moment.to(images.device), self.config.hidden_size)[:, None]
+        x = self.conv1(frames.pixels)
+        x = self.decoder(x + places.flatten(0, 1).to(x.dtype), groups, self.angles(sizes, frames))
+        return frames.mean(x[0].unflatten(0, (-1, merged)))
 
-    def angles(self, grids: Sequence[Grid], device: torch.device) -> RotaryAngles:
+    def angles(self, grids: Sequence[Grid], frames: ViewFrames) -> RotaryAngles:
         """Pairs of channels turn with the column and the row by turns, two neighbours with the same frequency."""
+        device = frames.pixels.device
         frequencies = self.rotary.frequencies_on(device).repeat_interleave(2)
         axes = torch.tensor([1, 0], device=device).repeat(len(frequencies) // 2)
-        positions = patch_positions(grids, self.config.spatial_merge_size).to(device)
+        # [2, 1, P] of one frame -> of all frames
+        positions = patch_positions(grids, self.config.spatial_merge_size)[:, 0].to(device)
+        cells = positions.unflatten(1, (-1, self.config.merged_patches)).transpose(0, 1)
+        positions = frames.repeat(cells).transpose(0, 1).flatten(1)[:, None]
         return InterleavedAngles(positions, frequencies, axes, 1.0)
+
+
+class ViewFrames:
+    """The F frames that the cells of images and of views of videos have, cell by cell.
+
+    images: [V, T C, m p, m p], of which a view has its first frames. pixels: [F, C, m p, m p]. image, moment: int64
+    [F] on the host, the number of the image, and the number of the frame in its view, from 1; 0 of a view of one frame.
+    """
+
+    def __init__(self, grids: Sequence[TimedGrid], images: Tensor, channels: int) -> None:
+        rows, columns, times = torch.tensor(grids).unbind(1)
+        of_cell = times.clamp(min=1).repeat_interleave(rows * columns)  # [V]
+        self.most = images.shape[1] // channels
+        number = torch.arange(self.most).expand(len(of_cell), -1)  # [V, T]
+        cell, frame = (number < of_cell[:, None]).nonzero(as_tuple=True)
+        self.image = torch.arange(len(grids)).repeat_interleave(rows * columns)[cell]
+        self.moment = torch.where(of_cell[cell] > 1, frame + 1, 0)
+        self.cell, self.slot = cell.to(images.device), (cell * self.most + frame).to(images.device)
+        self.counts = of_cell.to(images.device)
+        self.pixels = images.unflatten(1, (self.most, channels)).flatten(0, 1)[self.slot]
+
+    def repeat(self, x: Tensor) -> Tensor:
+        """[V, ...] -> [F, ...]"""
+        return x[self.cell]
+
+    def mean(self, x: Tensor) -> Tensor:
+        """[F, ...] -> [V, ...]"""
+        if self.most == 1:
+            return x
+        # Each frame has a slot of its own, so that the order of the sum is fixed.
+        slots = x.new_zeros(len(self.counts) * self.most, *x.shape[1:]).index_copy(0, self.slot, x)
+        return slots.unflatten(0, (-1, self.most)).sum(1) / self.counts.view(-1, *[1] * (x.dim() - 1))
+
+
+def sinusoids(moment: Tensor, width: int) -> Tensor:
+    """int64 [F], frames from 1 -> fp32 [F, width]: sines, then cosines, of the frame's number from 0; 0 for 0."""
+    frequencies = inverse_frequencies(width, 10000.0).to(moment.device)
+    angles = (moment - 1)[:, None] * frequencies
+    return torch.cat([angles.sin(), angles.cos()], dim=1) * (moment > 0)[:, None]
 
 
 # -- the projection ----------------------------------------------------------------------------------
@@ -147,6 +198,7 @@ class KimiK25Model(DynamicResolutionModel):
     """tokens [B, S], images and their grids -> logits [B, S, vocab]."""
 
     config: KimiK25Config
+    takes_times = True
 
     def build_tower(self, context: ModelBuildContext) -> nn.Module:
         return MoonVitTower(self.config.vision_model, context)

@@ -73,8 +73,13 @@ class MiniMaxM3VLConfig(DynamicResolutionConfig):
         "image_mean": CLIP_MEAN,
         "image_std": CLIP_STD,
         "image_markers": "minimax_m3",
+        "video_rule": "minimax_m3",
+        "video_fps": 1.0,
     }
     PUBLISHED_CELLS: ClassVar[tuple[int, int]] = (4, 576)
+    PUBLISHED_VIDEO_CELLS: ClassVar[tuple[int, int] | None] = (4, 768)
+    TAKES_VIDEOS: ClassVar[bool] = True
+    VIDEO_RULE: ClassVar[str] = "minimax_m3"
 
     vision_model: Annotated[MiniMaxVisionConfig, BeforeValidator(vision_section)]  # type: ignore[assignment]
     """A table with the keys of the vision transformer."""

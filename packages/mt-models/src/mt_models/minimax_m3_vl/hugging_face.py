@@ -24,7 +24,7 @@ from mt_models.qwen_vl.hugging_face import PIXELS, patch_fields, read_preprocess
 KIND, TOWER_KIND = "minimax_m3_vl", "minimax_m3_vl_vision"
 TOWER_KINDS = (TOWER_KIND, "clip_vision_model")
 """Types of vision_config; the second is that of published files."""
-OF_VIDEOS = "of videos, which the model does not take"
+OF_VIDEOS = "stands for videos there; here the image token does, whose embeddings are replaced as well"
 
 # -- configuration -----------------------------------------------------------------------------------
 
@@ -78,12 +78,13 @@ VISION = ConfigMap(
         Fixed("attention_dropout", (0.0,)),
         Fixed("position_embedding_type", ("rope",), written=False),
         Fixed("rope_mode", ("3d",), written=False),
+        # Views that see one another: the data set cuts videos so.
+        Fixed("vision_segment_max_frames", (4,), written=False),
         *NOT_A_CHOICE,
     ),
     ignored={
         **IGNORED,
         "image_size": "of the image processor",
-        "vision_segment_max_frames": OF_VIDEOS,
         "projection_dim": "repeats the hidden_size of the decoder",
         "initializer_factor": "of initial weights",
         "vocab_size": "a tower reads no words",

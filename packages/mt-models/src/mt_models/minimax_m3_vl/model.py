@@ -1,5 +1,5 @@
-"""MiniMax-M3 with pictures: a vision transformer, an MLP for each patch and one for each square of patches, in front of
-a MiniMax-M3.
+"""MiniMax-M3 with pictures and videos: a vision transformer, an MLP for each patch and one for each square of patches,
+in front of a MiniMax-M3.
 
 Shapes: V cells (squares of m by m patches) of all images of a batch, P = V m m patches, C colours, p the side of a
 patch in pixels, W width of the tower, H of the decoder. The patches of all images are one row [1, P, W]; only attention
@@ -24,13 +24,15 @@ from mt_models.blocks.rotary import FixedRotary, inverse_frequencies
 from mt_models.llava.dynamic_resolution import DynamicResolutionModel
 from mt_models.minimax_m3_vl.config import MiniMaxM3VLConfig, MiniMaxVisionConfig
 from mt_models.qwen_vl.vision import FramePatchEmbedding, PatchLayers
-from mt_models.vision.patches import AxialAngles, Grid, image_groups, patch_positions
+from mt_models.vision.patches import AxialAngles, PatchGroups, TimedGrid, patch_positions
 
 # -- the vision transformer --------------------------------------------------------------------------
 
 
 class MiniMaxVisionTower(nn.Module):
-    """images [V, C, m p, m p], cell by cell, and the grids of the images -> [V, m m, W]."""
+    """images [V, C (of each frame), m p, m p], cell by cell, and the grids of the images -> [V, m m, W]. The third
+    number of a grid is the place of a view among those of a video that see one another, 0 of the first and of images.
+    """
 
     def __init__(self, config: MiniMaxVisionConfig, context: ModelBuildContext) -> None:
         super().__init__()
@@ -41,13 +43,17 @@ class MiniMaxVisionTower(nn.Module):
         self.decoder = PatchLayers(config, context)
         self.rotary = FixedRotary(inverse_frequencies(2 * config.pairs_of_axis, config.rotary_base))
 
-    def forward(self, images: Tensor, grids: Sequence[Grid]) -> Tensor:
+    def forward(self, images: Tensor, grids: Sequence[TimedGrid]) -> Tensor:
         merged, side = self.config.merged_patches, self.config.spatial_merge_size
-        whole = image_groups(grids, merged, images.device)
+        rows, columns, times = torch.tensor(grids).unbind(1)
+        patches = rows * columns * merged
+        # Views with a time above 0 see those before them, back to the one with 0.
+        segments = (times == 0).cumsum(0) - 1
+        whole = PatchGroups(segments.repeat_interleave(patches), images.device)
         frequencies = self.rotary.frequencies_on(images.device)
-        places = patch_positions(grids, side)
         # Time, row and column: a still image is at the time 0.
-        places = torch.cat([torch.zeros_like(places[:1]), places]).to(images.device)
+        moments = times.repeat_interleave(patches)[None, None]
+        places = torch.cat([moments, patch_positions([grid[:2] for grid in grids], side)]).to(images.device)
         angles = AxialAngles(places, (frequencies, frequencies, frequencies))
         x = self.decoder(self.ln_pre(self.conv1(images)), whole, angles)
         return x.view(len(images), merged, -1)
@@ -78,6 +84,7 @@ class MiniMaxM3VLModel(DynamicResolutionModel):
     """tokens [B, S], images and their grids -> logits [B, S, vocab]."""
 
     config: MiniMaxM3VLConfig
+    takes_times = True
 
     def build_tower(self, context: ModelBuildContext) -> nn.Module:
         return MiniMaxVisionTower(self.config.vision_model, context)

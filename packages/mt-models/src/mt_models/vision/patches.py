@@ -20,6 +20,8 @@ from mt_models.blocks.rotary import RotaryAngles
 
 Grid = tuple[int, int]
 """Rows and columns of cells of an image."""
+TimedGrid = tuple[int, int, int]
+"""The same of a view of a video, and a third number whose meaning is the family's; 0 for an image."""
 
 
 class PatchGroups:

@@ -16,7 +16,9 @@ Colours = Annotated[list[float], Field(min_length=3, max_length=3)]
 Resize = Literal["crop", "squash"]
 Resample = Literal["bicubic", "lanczos"]
 ImageMarkers = Literal["none", "idefics3", "internvl", "qwen2_vl", "gemma4", "pixtral", "kimi", "minimax_m3"]
-VideoRule = Literal["qwen3_vl", "qwen2_vl"]
+VideoRule = Literal["qwen3_vl", "qwen2_vl", "kimi_k25", "minimax_m3"]
+FRAMES_OF_RULES: dict[VideoRule, int] = {"qwen3_vl": 2, "qwen2_vl": 2, "kimi_k25": 4, "minimax_m3": 2}
+"""Frames of a view of a video."""
 SizeRule = Literal["nearest", "fill", "longest_edge", "padded"]
 
 
@@ -65,9 +67,11 @@ class ImageTextKeys(ImageDataConfig):
 
     video_rule: VideoRule = used_when("qwen3_vl", dynamic_resolution=True)
     """How a video is sampled, sized and put into a text. qwen3_vl: an image for each view, behind its time. qwen2_vl:
-    one image of all views, whose times the model gets (Qwen2.5-VL)."""
-    frames_per_view: Literal[1, 2] = used_when(1, dynamic_resolution=True)
-    """Frames of a view: 2 where records have videos, whose frames are taken two by two; those of a still are equal."""
+    one image of all views, whose times the model gets (Qwen2.5-VL). kimi_k25: an image for each view of up to four
+    frames, behind the time of the first (Kimi K2.5). minimax_m3: an image for each view, behind the time of its first
+    frame, up to four of which see one another (MiniMax-M3)."""
+    frames_per_view: Literal[1, 2, 4] = used_when(1, dynamic_resolution=True)
+    """Frames of a view, where records have videos: 4 for video_rule=kimi_k25, else 2; those of a still are equal."""
     video_fps: PositiveFloat = used_when(2.0, dynamic_resolution=True)
     """Frames taken of a second of a video."""
     min_video_frames: PositiveInt = used_when(4, dynamic_resolution=True)
@@ -75,9 +79,11 @@ class ImageTextKeys(ImageDataConfig):
     max_video_frames: PositiveInt = used_when(768, dynamic_resolution=True)
     """Frames taken of a video at most."""
     min_video_pixels: PositiveInt = used_when(128 * 32 * 32, dynamic_resolution=True)
-    """A video whose taken frames have fewer pixels together (qwen2_vl: each of them) is made larger."""
+    """A video whose taken frames have fewer pixels together (qwen2_vl, minimax_m3: each of them) is made larger; of
+    kimi_k25 none is."""
     max_video_pixels: PositiveInt = used_when(768 * 32 * 32, dynamic_resolution=True)
-    """A video whose taken frames have more pixels together (qwen2_vl: each of them) is made smaller."""
+    """A video whose taken frames have more pixels together (qwen2_vl, minimax_m3, kimi_k25: each of them) is made
+    smaller."""
 
     audio_token_index: NonNegativeInt | None = None
     """The id that stands for sound in the text; the model's. Default: samples have no sound."""
@@ -99,6 +105,15 @@ class ImageTextKeys(ImageDataConfig):
             raise ConfigError(
                 f"data.audio_token_index={self.audio_token_index} is data.image_token_index too; sound and images need "
                 "an id each"
+            )
+        return self
+
+    @model_validator(mode="after")
+    def _check_frames(self) -> ImageTextKeys:
+        if self.frames_per_view not in (1, wanted := FRAMES_OF_RULES[self.video_rule]):
+            raise ConfigError(
+                f"data.frames_per_view={self.frames_per_view} does not fit data.video_rule={self.video_rule}; it can "
+                f"be {wanted}, or 1 for images alone"
             )
         return self
 

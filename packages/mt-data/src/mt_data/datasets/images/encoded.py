@@ -18,6 +18,7 @@ from numpy.typing import NDArray
 
 from mt_core.errors import DataError
 from mt_data.datasets.cache import Arrays, IndexCache, combined, file_checksum, index_progress
+from mt_data.datasets.images.config import FRAMES_OF_RULES
 from mt_data.datasets.images.pixels import ImageFile
 from mt_data.datasets.images.records import ImageText, is_shard, place, read_image_texts
 from mt_data.datasets.images.sample import EncodedText
@@ -27,10 +28,11 @@ from mt_data.datasets.images.videos import VideoSampling, grid_of
 from mt_data.datasets.sounds.reading import require_length, sound_length
 from mt_data.datasets.sounds.rules import RULES, AudioRule
 
-FORMAT = 6
+FORMAT = 7
 """Raised when the same files give other arrays than before."""
 # One placeholder for each image: an image has hundreds of features, which would make the cache many times as large.
 ENCODED_IMAGE = EncodedText([IMAGE], [False])
+MOST_FRAMES = max(FRAMES_OF_RULES.values())
 SHOWN = 10
 """Unusable records that are reported one by one."""
 log = logging.getLogger(__name__)
@@ -49,7 +51,8 @@ class EncodedRecords:
     [images + 1] into names uint8 (as the file system has them); offset, size int64 [images], of members (size -1: a
     file). Sounds are kept as images are, in sound_bounds, sound_names, sound_name_bounds, sound_offset, sound_size;
     samples int64 [sounds], at 16 kHz.
-    frames int32 [images, 3], of views of videos (-1: an image); microseconds int64 [images], see ImageFile.
+    frames int32 [images, most frames of a view + 1], of views of videos, with -1 for what is absent (all: an image);
+    times int64 [images], see ImageFile.
     unusable int64 [records left out, 2]: file, number. paths: the files; folders: where the images of each begin.
     """
 
@@ -65,7 +68,7 @@ class EncodedRecords:
     offset: NDArray[np.int64]
     size: NDArray[np.int64]
     frames: NDArray[np.int32]
-    microseconds: NDArray[np.int64]
+    times: NDArray[np.int64]
     sound_bounds: NDArray[np.int64]
     sound_names: NDArray[np.uint8]
     sound_name_bounds: NDArray[np.int64]
@@ -99,9 +102,8 @@ class EncodedRecords:
     def _image(self, image: int, file: int) -> ImageFile:
         name = self.names[self.name_bounds[image] : self.name_bounds[image + 1]].tobytes()
         if (size := int(self.size[image])) < 0:
-            frames = tuple(self.frames[image].tolist()) if self.frames[image, 0] >= 0 else ()
-            later = int(self.microseconds[image])
-            return ImageFile(self.folders[file] / os.fsdecode(name), frames=frames, microseconds=later)
+            frames = tuple(frame for frame in self.frames[image].tolist() if frame >= 0)
+            return ImageFile(self.folders[file] / os.fsdecode(name), frames=frames, time=int(self.times[image]))
         return ImageFile(self.paths[file], os.fsdecode(name), int(self.offset[image]), size)
 
     def sounds(self, record: int) -> list[tuple[ImageFile, int]]:
@@ -119,7 +121,7 @@ class EncodedRecords:
     def expanded(self, record: int, image_tokens: ImageTokens) -> tuple[NDArray[np.int32], NDArray[np.bool_]]:
         """The text of a record with the tokens of each image and sound."""
         images = self.images(record)
-        times = [file.microseconds for file, _ in images]
+        times = [file.time for file, _ in images]
         samples = [count for _, count in self.sounds(record)]
         return image_tokens.expand(*self.text(record), [grid for _, grid in images], times, samples)
 
@@ -138,7 +140,7 @@ class EncodedRecords:
             "offset",
             "size",
             "frames",
-            "microseconds",
+            "times",
             "sound_bounds",
             "sound_names",
             "sound_name_bounds",
@@ -294,7 +296,7 @@ class _Gathered:
         self.names: list[bytes] = []
         self.parts: list[tuple[int, int]] = []
         self.frames: list[tuple[int, ...]] = []
-        self.microseconds: list[int] = []
+        self.times: list[int] = []
         self.sizes: list[tuple[int, int, int, int]] = []
         self.sounds_of: list[int] = []
         self.samples: list[int] = []
@@ -316,14 +318,14 @@ class _Gathered:
         self.places.append((file, record.number))
         self.images_of.append(len(record.images))
         # Computed with the images expanded, and stored, so that `select` needs no expansion of all records.
-        times = [image.microseconds for image in record.images]
+        times = [image.time for image in record.images]
         self.sizes.append(self._sizes(self.tokens[-1], self.counted[-1], grids, times, samples))
-        self.microseconds += times
+        self.times += times
         self.grids += grids
         for image in record.images:
             self.names.append(_name(image, folder))
             self.parts.append((image.offset, image.size))
-            self.frames.append(image.frames or (-1, -1, -1))
+            self.frames.append((*image.frames, *[-1] * (MOST_FRAMES + 1 - len(image.frames))))
         self.sounds_of.append(len(samples))
         self.samples += samples
         self.sound_names += [_name(sound, folder) for sound in record.sounds]
@@ -375,8 +377,8 @@ class _Gathered:
             "views": views.copy(),
             "offset": offset.copy(),
             "size": size.copy(),
-            "frames": np.array(self.frames, np.int32).reshape(-1, 3),
-            "microseconds": np.array(self.microseconds, np.int64),
+            "frames": np.array(self.frames, np.int32).reshape(-1, MOST_FRAMES + 1),
+            "times": np.array(self.times, np.int64),
         }
 
 

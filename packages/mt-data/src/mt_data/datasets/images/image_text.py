@@ -31,7 +31,8 @@ from mt_data.datasets.images.pixels import ImageFile
 from mt_data.datasets.images.sample import SampleShape, padded_sounds
 from mt_data.datasets.images.text import ImageTextEncoder, ImageTokens
 from mt_data.datasets.images.tiles import DynamicResolution, Grid, LongestEdgeTiling, Tiling, padded_grids
-from mt_data.datasets.images.videos import VideoSampling, grid_of, read_view, views_of_frames
+from mt_data.datasets.images.video_rules import RULES
+from mt_data.datasets.images.videos import VideoSampling, grid_of, read_view, tiling_of, views_of_frames
 from mt_data.datasets.opening import BuiltSplit
 from mt_data.datasets.sft.chat_templates import load_chat_template
 from mt_data.datasets.sft.packing import Packing, pack_best_fit, pack_singly
@@ -88,8 +89,8 @@ class ImageTextDataConfig(TextDataConfig, ImageTextKeys):
 
     @property
     def has_view_times(self) -> bool:
-        """Whether grids come with the times of views of videos."""
-        return self.frames_per_view > 1 and self.video_rule == "qwen2_vl"
+        """Whether grids come with a third number, of views of videos."""
+        return self.frames_per_view > 1 and RULES[self.video_rule].HAS_TIMES
 
     @property
     def tiling(self) -> Tiling:
@@ -182,7 +183,7 @@ class ImageTextDataset:
             view += len(pixels)
         if self.config.dynamic_resolution:
             shown = [image for record in members for image in self.records.images(record)]
-            times = [file.microseconds for file, _ in shown] if self.config.has_view_times else None
+            times = [file.time for file, _ in shown] if self.config.has_view_times else None
             # As many rows as there can be images.
             most = max(self.max_images // self.tiling.min_views, 1)
             sample["image_grids"] = padded_grids([grid for _, grid in shown], most, times)
@@ -201,7 +202,8 @@ class ImageTextDataset:
         views, is_whole = [], True
         for image, grid in self.records.images(record):
             try:
-                views += views_of_frames(self._read(image, grid), grid, self.tiling, self.config)
+                frames = self._read(image, grid)
+                views += views_of_frames(frames, grid, tiling_of(image, self.tiling), self.config)
             except DataError as error:
                 error = DataError(f"{self.records.where(record)}: {error}")
                 self.unusable.add(int(self.records.file[record]), int(self.records.number[record]), error)

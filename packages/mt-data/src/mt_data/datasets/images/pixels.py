@@ -32,14 +32,14 @@ SUFFIXES = frozenset({".jpg", ".jpeg", ".png", ".webp", ".bmp", ".gif", ".tif", 
 class ImageFile:
     """path: the file. member: name within the archive `path`, whose bytes begin at `offset`; empty for a file. frames:
     of a view of the video `path`, the numbers of its frames, and then how many are taken of the whole video.
-    microseconds: of a view that continues the one before it, since their video began."""
+    time: of a view, the third number of its grid, which means what data.video_rule says."""
 
     path: Path
     member: str = ""
     offset: int = 0
     size: int = -1
     frames: tuple[int, ...] = ()
-    microseconds: int = 0
+    time: int = 0
 
     @property
     def suffix(self) -> str:

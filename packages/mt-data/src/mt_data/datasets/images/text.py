@@ -16,7 +16,7 @@ from mt_core.interfaces import Tokenizer
 from mt_data.datasets.images.config import ImageMarkers
 from mt_data.datasets.images.records import MARK, ImageText
 from mt_data.datasets.images.sample import EncodedText
-from mt_data.datasets.images.tiles import Grid, Tiling
+from mt_data.datasets.images.tiles import DynamicResolution, Grid, Tiling
 from mt_data.datasets.sft.answers import answer_spans, encode_with_cuts
 from mt_data.datasets.sft.chat_templates import ChatTemplate, Span
 from mt_data.datasets.sft.conversations import Conversation
@@ -80,6 +80,11 @@ def kimi_markers(grid: Grid, views: int) -> str:
     return f"<|media_begin|>image<|media_content|>{VIEW * views}<|media_end|>"
 
 
+def kimi_video_markers(grid: Grid, views: int) -> str:
+    """Those of Kimi K2.5 around a view of a video."""
+    return kimi_markers(grid, views).replace("image", "video")
+
+
 def minimax_m3_markers(grid: Grid, views: int) -> str:
     """Those of MiniMax-M3: one pair around all cells of an image."""
     return f"]<]start of image[>[{VIEW * views}]<]end of image[>["
@@ -95,6 +100,8 @@ MARKERS: dict[ImageMarkers, Callable[[Grid, int], str]] = {
     "kimi": kimi_markers,
     "minimax_m3": minimax_m3_markers,
 }
+OF_VIDEOS: dict[ImageMarkers, Callable[[Grid, int], str]] = {"kimi": kimi_video_markers}
+"""Around a view of a video, where they are others than around an image."""
 IN_TEMPLATES: dict[ImageMarkers, str] = {
     "qwen2_vl": "<|vision_start|><|image_pad|><|vision_end|>",
     "gemma4": "<|image|>",
@@ -103,7 +110,11 @@ IN_TEMPLATES: dict[ImageMarkers, str] = {
     "minimax_m3": "]<]image[>[",
 }
 """What the chat templates of the published models write for an image, where that is not "<image>"."""
-VIDEO_IN_TEMPLATES: dict[ImageMarkers, str] = {"qwen2_vl": "<|vision_start|><|video_pad|><|vision_end|>"}
+VIDEO_IN_TEMPLATES: dict[ImageMarkers, str] = {
+    "qwen2_vl": "<|vision_start|><|video_pad|><|vision_end|>",
+    "kimi": "<|kimi_k25_video_placeholder|>",
+    "minimax_m3": "]<]video[>[",
+}
 """What they write for a video."""
 
 
@@ -121,37 +132,46 @@ class ImageTokens:
     ) -> None:
         self.tiling, self.features, self.sounds = tiling, features, sounds
         self.markers, self.encode = MARKERS[markers], encode
+        self.video_markers = OF_VIDEOS.get(markers, self.markers)
+        # Views of a video are one image in the text.
+        self.joins_views = isinstance(tiling, DynamicResolution) and tiling.video_rule == "qwen2_vl"
         self.in_templates = IN_TEMPLATES.get(markers)
         self.video_in_templates = VIDEO_IN_TEMPLATES.get(markers)
         # Per object: a cache on the method would keep every object alive.
         self.of = lru_cache(maxsize=256)(self._of)
 
-    def _of(self, grid: Grid, continues: bool = False, continued: bool = False) -> NDArray[np.int32]:
+    def _of(
+        self, grid: Grid, continues: bool = False, continued: bool = False, of_video: bool = False
+    ) -> NDArray[np.int32]:
         """[n], IMAGE once for each feature of each view. continues, continued: of a view of a video that stands behind,
-        or before, another one, without the markers between them."""
-        text = self.markers(grid, self.tiling.num_views(grid))
+        or before, another one, without the markers between them. of_video: with the markers of videos."""
+        markers = self.video_markers if of_video else self.markers
+        text = markers(grid, self.tiling.num_views(grid))
         text = text[text.index(VIEW) if continues else 0 : text.rindex(VIEW) + 1 if continued else None]
         # The group keeps the separators in the result.
         pieces = re.split(f"({VIEW})", text)
         parts = [[IMAGE] * self.features if piece == VIEW else self.encode(piece) for piece in pieces if piece]
         return np.concatenate([np.array(part, np.int32) for part in parts])
 
-    def of_all(self, grids: Sequence[Grid], microseconds: Sequence[int] = ()) -> list[NDArray[np.int32]]:
-        """The tokens of each image or view. microseconds: above 0 where a view continues the one before it."""
-        later = [time > 0 for time in microseconds] or [False] * len(grids)
-        return [self.of(*flags) for flags in zip(grids, later, [*later, False][1:], strict=True)]
+    def of_all(self, grids: Sequence[Grid], times: Sequence[int] = ()) -> list[NDArray[np.int32]]:
+        """The tokens of each image or view. times: the third numbers of the grids; above 0 where a view continues the one before
+        it in the same image (qwen2_vl), and for each view of a video (kimi_k25)."""
+        later = [time > 0 for time in times] or [False] * len(grids)
+        if self.joins_views:
+            return [self.of(*flags) for flags in zip(grids, later, [*later, False][1:], strict=True)]
+        return [self.of(grid, of_video=of_video) for grid, of_video in zip(grids, later, strict=True)]
 
     def expand(
         self,
         tokens: NDArray[np.int32],
         counted: NDArray[np.bool_],
         grids: Sequence[Grid],
-        microseconds: Sequence[int] = (),
+        times: Sequence[int] = (),
         samples: Sequence[int] = (),
     ) -> tuple[NDArray[np.int32], NDArray[np.bool_]]:
         """A text [n] with IMAGE once for each image, SOUND for each sound -> with the tokens of each, which do not
         count. samples: of each sound."""
-        of_images, of_sounds = iter(self.of_all(grids, microseconds)), iter(self._of_sounds(samples))
+        of_images, of_sounds = iter(self.of_all(grids, times)), iter(self._of_sounds(samples))
         places = np.flatnonzero(np.isin(tokens, (IMAGE, SOUND)))
         parts = [next(of_images if tokens[place] == IMAGE else of_sounds) for place in places.tolist()]
         uncounted = [np.zeros(len(part), np.bool_) for part in parts]

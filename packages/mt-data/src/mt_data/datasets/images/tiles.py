@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import lru_cache
 from typing import ClassVar, NamedTuple
 
@@ -210,10 +210,15 @@ class DynamicResolution(Tiling):
             rows, columns = math.ceil(height * scale / self.img_h), math.ceil(width * scale / self.img_w)
         return Grid(max(rows, 1), max(columns, 1))
 
+    @property
+    def of_videos(self) -> DynamicResolution:
+        """By which the frames of videos are cut, once their grid is known."""
+        return self
+
     def video_grid(self, frames: int, height: int, width: int) -> Grid:
-        """That of each frame of a video of which so many are taken: by the pixels of all of them together, or by those
-        of one (qwen2_vl)."""
-        if self.video_rule == "qwen2_vl":
+        """That of each frame of a video of which so many are taken: by the pixels of all of them together (qwen3_vl),
+        or by those of one."""
+        if self.video_rule != "qwen3_vl":
             return self._nearest(height, width, self.min_video_pixels, self.max_video_pixels)
         # transformers: smart_resize of Qwen3-VL's video processor, which compares with an even number of frames.
         if height < self.img_h or width < self.img_w:
@@ -318,6 +323,13 @@ class PaddedResolution(DynamicResolution):
         scale = min(1.0, math.sqrt(most / patches), longest[0] / height, longest[1] / width)
         return min(max(1, int(height * scale)), longest[0]), min(max(1, int(width * scale)), longest[1])
 
+    @property
+    def of_videos(self) -> DynamicResolution:
+        return replace(self, max_pixels=self.max_video_pixels)
+
+    def video_grid(self, frames: int, height: int, width: int) -> Grid:
+        return self.of_videos.grid(height, width)
+
     def grid(self, height: int, width: int) -> Grid:
         height, width = self.resized(height, width)
         return Grid(-(-height // self.img_h), -(-width // self.img_w))
@@ -337,10 +349,10 @@ RULES: dict[SizeRule, type[DynamicResolution]] = {
 }
 
 
-def padded_grids(grids: list[Grid], most: int, microseconds: Sequence[int] | None = None) -> NDArray[np.int64]:
+def padded_grids(grids: list[Grid], most: int, times: Sequence[int] | None = None) -> NDArray[np.int64]:
     """[most, 2]: rows and columns, the rest is 0; with the times of views [most, 3]."""
-    padded = np.zeros((most, 2 if microseconds is None else 3), np.int64)
+    padded = np.zeros((most, 2 if times is None else 3), np.int64)
     padded[: len(grids), :2] = np.array(grids, np.int64).reshape(-1, 2)
-    if microseconds is not None:
-        padded[: len(grids), 2] = microseconds
+    if times is not None:
+        padded[: len(grids), 2] = times
     return padded

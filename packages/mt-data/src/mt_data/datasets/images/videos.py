@@ -1,7 +1,7 @@
 """Videos as frames with their times: folders of image files, animated files that Pillow reads, and video files.
 
-A video becomes views of two frames each, behind texts with the seconds at which they are shown, as Qwen3-VL has them:
-"<0.3 seconds>" and the view, "<0.8 seconds>" and the view, ... (Bai et al., *Qwen3-VL Technical Report*, 2025).
+A video becomes views of a few frames each. What stands before each view in the text is the family's: "<0.3 seconds>"
+and the view, "<0.8 seconds>" and the view, ... of Qwen3-VL (Bai et al., *Qwen3-VL Technical Report*, 2025).
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from mt_core.errors import DataError
-from mt_data.datasets.images.config import ImageTextKeys, VideoRule
+from mt_data.datasets.images.config import FRAMES_OF_RULES, ImageTextKeys, VideoRule
 from mt_data.datasets.images.pixels import (
     SUFFIXES,
     ImageFile,
@@ -26,13 +26,12 @@ from mt_data.datasets.images.pixels import (
 )
 from mt_data.datasets.images.tiles import DynamicResolution, Grid, Tiling
 from mt_data.datasets.images.video_files import container_of, read_frames, video_file
+from mt_data.datasets.images.video_rules import RULES, SamplingLimits, TakenFrames
 
 VIDEO = "<video>"
 """Where a video stands in a text."""
 DEFAULT_FPS = 24.0
 """Frames of a second of a video that does not say it, as in transformers."""
-TOGETHER = 2
-"""Frames of a view."""
 
 
 @dataclass(frozen=True)
@@ -47,36 +46,26 @@ class VideoSampling:
     @classmethod
     def of(cls, config: ImageTextKeys) -> VideoSampling | None:
         """None for a data set without videos."""
-        if config.frames_per_view != TOGETHER:
+        if config.frames_per_view == 1:
             return None
         return cls(config.video_fps, config.min_video_frames, config.max_video_frames, config.video_rule)
 
-    def frames(self, count: int, fps: float) -> list[int]:
-        """Numbers of the frames taken of `count`, spread evenly."""
-        if self.rule == "qwen2_vl":
-            # transformers: Qwen2VLVideoProcessor.sample_frames, which takes whole views.
-            wanted = min(max(count / fps * self.fps, self.min_frames), self.max_frames, count)
-            even = int(wanted // TOGETHER) * TOGETHER
-            return np.arange(0, count, count / even).astype(int).tolist() if even else [0]
-        # transformers: Qwen3VLVideoProcessor.sample_frames.
-        wanted = min(max(int(count / fps * self.fps), self.min_frames), self.max_frames, count)
-        numbers: list[int] = np.linspace(0, count - 1, wanted).round().astype(int).tolist()
-        return numbers
+    def taken(self, count: int, rate: float) -> TakenFrames:
+        """Those of a video of `count` frames, `rate` of which are shown in a second."""
+        limits = SamplingLimits(self.fps, self.min_frames, self.max_frames)
+        return TakenFrames(tuple(RULES[self.rule].sample(count, rate, limits)), count, rate)
 
 
 @dataclass(frozen=True)
 class VideoViews:
-    """files: of each view its two frames. seconds: at which they are shown, the mean of the two; of none where the
-    views are one image."""
+    """files: of each view its frames. labels: the text before each view."""
 
     files: tuple[ImageFile, ...]
-    seconds: tuple[float, ...]
+    labels: tuple[str, ...]
 
     def text(self, mark: str) -> str:
-        """With a mark for each view, behind its time."""
-        if not self.seconds:
-            return mark * len(self.files)
-        return "".join(f"<{seconds:.1f} seconds>{mark}" for seconds in self.seconds)
+        """With a mark for each view, behind its label."""
+        return "".join(f"{label}{mark}" for label in self.labels)
 
 
 def open_video(path: Path, sampling: VideoSampling, fps: float | None = None) -> VideoViews:
@@ -91,19 +80,14 @@ def open_video(path: Path, sampling: VideoSampling, fps: float | None = None) ->
         count, known = len(video.times), video.fps
     else:
         count, known = animation_frames(ImageFile(path))
-    rate = fps or known or DEFAULT_FPS
-    numbers = sampling.frames(count, rate)
-    # Decides the size of the frames, before the last one is repeated.
-    taken = len(numbers)
-    numbers += numbers[-1:] * (taken % TOGETHER)
-    pairs = [numbers[start : start + TOGETHER] for start in range(0, len(numbers), TOGETHER)]
-    files = tuple(ImageFile(path, frames=(*pair, taken)) for pair in pairs)
-    if sampling.rule == "qwen2_vl":
-        # transformers: `second_per_grid_ts`, by the mean rate of the frames that are taken.
-        each = TOGETHER / (taken / count * rate)
-        later = (replace(file, microseconds=round(place * each * 1e6)) for place, file in enumerate(files))
-        return VideoViews(tuple(later), ())
-    return VideoViews(files, tuple((pair[0] / rate + pair[-1] / rate) / 2 for pair in pairs))
+    rule, taken = RULES[sampling.rule], sampling.taken(count, fps or known or DEFAULT_FPS)
+    groups = rule.groups(taken.numbers)
+    # The number of frames that are taken decides their size, before the last one is repeated.
+    files = (
+        ImageFile(path, frames=(*group, len(taken.numbers)), time=rule.time(place, group, taken))
+        for place, group in enumerate(groups)
+    )
+    return VideoViews(tuple(files), tuple(rule.label(group, taken) for group in groups))
 
 
 def is_video(file: ImageFile) -> bool:
@@ -155,11 +139,16 @@ def read_view(file: ImageFile) -> list[NDArray[np.uint8]]:
     return [read_image(replace(file, frames=(number,))) for number in numbers]
 
 
+def tiling_of(file: ImageFile, tiling: Tiling) -> Tiling:
+    """By which an image, or a view of a video, is cut."""
+    return tiling.of_videos if file.frames and isinstance(tiling, DynamicResolution) else tiling
+
+
 def views_of_frames(
     frames: Sequence[NDArray[np.uint8]], grid: Grid, tiling: Tiling, config: ImageTextKeys
 ) -> list[NDArray[np.float32]]:
     """What the model takes of a view's frames uint8 [height, width, 3], each float32 [3, img_h, img_w]; of several
-    frames in a view those of each, [3 frames, img_h, img_w], of which the last is repeated for a still."""
+    frames in a view those of each, [3 frames, img_h, img_w], of which the last is repeated where there are fewer."""
     cells = [[as_input(cell, config) for cell in tiling.views(frame, grid)] for frame in frames]
     if config.frames_per_view == 1:
         return cells[0]
@@ -187,8 +176,8 @@ def opened_videos(
     names = video_names(value, where)
     if names and sampling is None:
         raise DataError(
-            f"{where} has a video; set data.dynamic_resolution=true and data.frames_per_view={TOGETHER}, for a model "
-            "that takes some"
+            f"{where} has a video; set data.dynamic_resolution=true and data.frames_per_view, for a model that takes "
+            f"some ({', '.join(f'{frames} for data.video_rule={rule}' for rule, frames in FRAMES_OF_RULES.items())})"
         )
     fps = value.get("fps")
     if fps is not None and (not isinstance(fps, int | float) or isinstance(fps, bool) or fps <= 0):
