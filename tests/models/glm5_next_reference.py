@@ -6,7 +6,7 @@ from typing import Any
 
 from torch import Tensor, nn
 from transformers.generation import GenerationMixin
-from transformers.modeling_outputs import CausalLMOutputWithPast
+from transformers.modeling_outputs import MoeCausalLMOutputWithPast
 from transformers.models.glm5_next import modeling_glm5_next as glm
 
 
@@ -22,9 +22,13 @@ class Glm5NextTextForCausalLM(glm.Glm5NextPreTrainedModel, GenerationMixin):
         self.lm_head = nn.Linear(config.hidden_size, config.vocab_size, bias=False)
         self.post_init()
 
-    def forward(self, input_ids: Tensor, **inputs: Any) -> CausalLMOutputWithPast:
+    def forward(self, input_ids: Tensor, **inputs: Any) -> MoeCausalLMOutputWithPast:
         known = {key: inputs.get(key) for key in ("attention_mask", "position_ids", "past_key_values", "use_cache")}
-        outputs = self.model(input_ids, **known)
-        return CausalLMOutputWithPast(
-            logits=self.lm_head(outputs.last_hidden_state), past_key_values=outputs.past_key_values
+        asked = inputs.get("output_router_logits", False)
+        outputs = self.model(input_ids, **known, output_router_logits=asked)
+        sizes = (self.config.n_routed_experts, self.config.num_experts_per_tok)
+        return MoeCausalLMOutputWithPast(
+            logits=self.lm_head(outputs.last_hidden_state),
+            past_key_values=outputs.past_key_values,
+            aux_loss=glm.load_balancing_loss_func(outputs.router_logits, *sizes) if asked else None,
         )

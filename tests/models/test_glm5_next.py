@@ -247,3 +247,16 @@ def test_files_with_an_image_tower_are_read(host, randomize) -> None:
     assert pair.family.read_config({**outer, "text_config": published}) == pair.family.read_config(text)
     names = {name: name.replace("model.", "model.language_model.") for name in ("model.layers.0.hc_attn_fn",)}
     assert {pair.family.spelling(pair.ours.config, theirs) for theirs in names.values()} == set(names)
+
+
+def test_balance_loss_and_its_gradient_equal_the_reference(host, randomize) -> None:
+    keys = {
+        "num_hidden_layers": 1,
+        "layer_types": [INDEXED],
+        "mlp_layer_types": ["sparse"],
+        "router_aux_loss_coef": 0.03,
+    }
+    pair = ref.make_pair(host, reference_of(**keys), randomize)
+    assert pair.ours.config.moe["moe_aux_loss_coeff"] == [0.03]
+    ref.assert_same_balance(pair, dense.random_tokens(VOCAB, 21), pair.theirs.model.layers[0].mlp.gate)
+    assert pair.family.write_config(pair.ours.config)["router_aux_loss_coef"] == 0.03

@@ -43,3 +43,12 @@ def test_logits_and_gradients_equal_the_reference(host, randomize, keys) -> None
 def test_the_preset_has_the_size_of_the_published_model(host) -> None:
     shapes = {"minimax-m2": (transformers.MiniMaxM2Config, transformers.MiniMaxM2ForCausalLM, {})}
     ref.assert_presets_match(host, "minimax_m2", shapes)
+
+
+def test_balance_loss_and_its_gradient_equal_the_reference(host, randomize) -> None:
+    """The class takes the softmax of logits of which its router takes sigmoids."""
+    config = transformers.MiniMaxM2Config(**{**SHAPE, "num_hidden_layers": 1, "router_aux_loss_coef": 0.03})
+    pair = ref.make_pair(host, transformers.MiniMaxM2ForCausalLM(config), randomize)
+    assert pair.ours.config.moe["moe_aux_loss_coeff"] == [0.03]
+    ref.assert_same_balance(pair, dense.random_tokens(VOCAB, 21), pair.theirs.model.layers[0].mlp.gate)
+    assert pair.family.write_config(pair.ours.config)["router_aux_loss_coef"] == 0.03

@@ -274,3 +274,11 @@ def test_fields_of_a_configuration(host, fields, words) -> None:
         return
     with pytest.raises(ConfigError, match=words):
         family.read_config(given)
+
+
+def test_balance_loss_and_its_gradient_equal_the_reference(host, randomize) -> None:
+    keys = {"num_hidden_layers": 1, "layer_types": [FULL], "mlp_layer_types": ["sparse"], "router_aux_loss_coef": 0.03}
+    pair = ref.make_pair(host, reference_of(**keys), randomize)
+    assert pair.ours.config.moe["moe_aux_loss_coeff"] == [0.03]
+    ref.assert_same_balance(pair, dense.random_tokens(VOCAB, 21), pair.theirs.model.layers[0].mlp.gate)
+    assert pair.family.write_config(pair.ours.config)["router_aux_loss_coef"] == 0.03

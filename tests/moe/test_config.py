@@ -52,6 +52,10 @@ REFUSED = [
         "num_experts=4, moe_dispatcher_options={static_shape = true, expert_rank_capacity_factor = 1.5}",
         r"expert_rank_capacity_factor would be ignored: .*expert_model_parallel_size=1",
     ),
+    (
+        'num_experts=4, moe_router_load_balancing_type=["none"], moe_aux_loss_score_function="softmax"',
+        r"moe_aux_loss_score_function=softmax would be ignored: .*=\['none'\] has no loss; leave it out",
+    ),
     ("num_expert=4", r"unknown key model\.moe\.num_expert \(from \[model\.moe\]\) \(did you mean \"num_experts\"\?\)"),
     ("", r"model\.moe\.num_experts is missing"),
     ("num_experts=4.5", r"model\.moe\.num_experts .*got 4\.5, expected an integer"),

@@ -215,6 +215,11 @@ def check_balancing(moe: MoeConfig) -> None:
             f"{PREFIX}.moe_aux_loss_coeff={coefficients} has {len(coefficients)} values, and {key}={types} has "
             f"{len(moe.loss_types)} losses; give one value for each loss"
         )
+    if moe.moe_aux_loss_score_function is not None and not moe.loss_types:
+        raise ConfigError(
+            f"{PREFIX}.moe_aux_loss_score_function={moe.moe_aux_loss_score_function} would be ignored: {key}={types} "
+            "has no loss; leave it out"
+        )
     if not moe.uses_sinkhorn:
         return
     excluded = (

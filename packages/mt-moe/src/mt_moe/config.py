@@ -88,6 +88,9 @@ class MoeConfig(Section):
     ranks and the step's micro-batches so far (global_aux_loss); or sinkhorn, or none, alone."""
     moe_aux_loss_coeff: list[NonNegativeFloat] | None = None
     """A coefficient for each balance loss. Default: 0.01 each."""
+    moe_aux_loss_score_function: ScoreFunction | None = None
+    """Scores of experts in these losses. Default: moe_router_score_function. Classes of transformers take softmax for
+    routers with sigmoid, too."""
     moe_z_loss_coeff: NonNegativeFloat | None = None
     """Coefficient of the mean squared log-sum-exp of the logits (Zoph et al., ST-MoE, 2022)."""
 
@@ -125,6 +128,11 @@ class MoeConfig(Section):
         configured = self.moe_aux_loss_coeff
         coefficients = configured if configured is not None else [DEFAULT_COEFFICIENT] * len(self.loss_types)
         return dict(zip(self.loss_types, coefficients, strict=True))
+
+    @property
+    def balance_score_function(self) -> ScoreFunction:
+        """Scores of experts in balance losses."""
+        return self.moe_aux_loss_score_function or self.moe_router_score_function
 
     @property
     def num_scored(self) -> int:

@@ -224,6 +224,11 @@ def import_balance(external: Mapping[str, Any], default: float) -> dict[str, Any
     return {"moe_router_load_balancing_type": ["aux_loss"], "moe_aux_loss_coeff": [coefficient]}
 
 
+def import_softmax_balance(external: Mapping[str, Any], default: float) -> dict[str, Any]:
+    """The same for a class whose routers take sigmoids of logits, and whose loss takes their softmax."""
+    return {**import_balance(external, default), "moe_aux_loss_score_function": "softmax"}
+
+
 def export_balance(moe: MoEOptions) -> dict[str, float]:
     """`router_aux_loss_coef` from the coefficient of aux_loss; 0 when there is none. Raises ConfigError unless each
     loss has a coefficient."""

@@ -420,6 +420,7 @@ def _require_sayable(model: Any, options: Mapping[str, Any]) -> None:
         "moe_router_group_score_topk": topk // groups if groups else None,
         "moe_router_bias": model.add_bias_linear,
         "moe_router_weight_epsilon": 1e-20,
+        "moe_aux_loss_score_function": options.get("moe_router_score_function", "softmax"),
     }
     for key, meant in derived.items():
         if options.get(key) not in (None, meant):

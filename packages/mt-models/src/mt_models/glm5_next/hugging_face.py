@@ -31,11 +31,13 @@ from mt_models.blocks.hugging_face_moe import (
     MOE_IGNORED,
     SILU,
     expert_rules,
+    export_balance,
     export_bias,
     first_dense,
     group_scores,
     import_bias,
     import_groups,
+    import_softmax_balance,
     require_normalized,
     shared_experts,
 )
@@ -152,8 +154,6 @@ EXPERTS: Mapping[str, Any] = {
     "topk_group": 1,
 }
 """Defaults of the class."""
-BALANCE = {"aux_loss_alpha": 0.0001}
-"""A coefficient for training, which the class has for other scores."""
 SHARING = ("indexer_types", "index_topk_pattern", "index_topk_freq", "index_skip_topk_offset")
 
 
@@ -226,13 +226,14 @@ def _import_experts(external: Mapping[str, Any]) -> dict[str, Any]:
     dense = deepseek.with_dense_counted(stated).get("first_k_dense_replace", EXPERTS["first_k_dense_replace"])
     if dense >= layers:
         return {}
-    with_defaults = {**EXPERTS, **BALANCE, **stated, "first_k_dense_replace": dense, "num_hidden_layers": layers}
+    with_defaults = {**EXPERTS, **stated, "first_k_dense_replace": dense, "num_hidden_layers": layers}
     require_normalized(with_defaults)
     moe = deepseek.import_moe(with_defaults, dense=3, shared=1, layers=45, scale=2.5)
     moe |= {
         "moe_router_score_function": "sigmoid",
         **import_bias(external),
         **import_groups(with_defaults, score_topk=2),
+        **import_softmax_balance(external, default=0.001),
     }
     return {"moe": moe}
 
@@ -272,6 +273,7 @@ def _export_experts(config: Glm5NextConfig) -> dict[str, Any]:
     dense = first_dense(moe, KIND)
     return {
         **export_bias(moe),
+        **export_balance(moe),
         "n_routed_experts": moe.num_experts,
         "num_experts_per_tok": moe.topk,
         "n_shared_experts": shared_experts(moe, KIND),
@@ -331,13 +333,12 @@ GLM5_NEXT_TEXT = ConfigMap(
         "index_share_for_mtp_iteration": "whether drafts of a server share the choice of keys",
         "head_dim": "the class computes it from other fields",
         "qk_head_dim": "the sum of other fields",
-        "router_aux_loss_coef": "of a loss that is added when router logits are asked for; model.moe chooses one",
         "ep_size": "how experts were sharded over ranks; parallel.expert_model_parallel_size says so",
     },
     import_extra=import_extra,
     import_extra_keys=(
         TABLE, *DELTA_KEYS, *EXPERTS, *SHARING, deepseek.KINDS, BIAS_KEY, "layer_types", "num_key_value_heads",
-        "linear_lower_bound",
+        "linear_lower_bound", "router_aux_loss_coef",
     ),
     export_extra=export_extra,
     spellings={"num_local_experts": "n_routed_experts", "num_mtp_layers": COUNT},

@@ -26,8 +26,10 @@ from mt_models.blocks.hugging_face_moe import (
     BIAS_KEY,
     MOE_IGNORED,
     SILU,
+    export_balance,
     export_bias,
     import_bias,
+    import_softmax_balance,
     mixed_feed_forward_rules,
 )
 from mt_models.blocks.moe import ANY, MoEOptions
@@ -38,6 +40,7 @@ from mt_models.mixtral.hugging_face import NAMES as MIXTRAL_NAMES
 NAMES = replace(MIXTRAL_NAMES, expert_bias="block_sparse_moe.e_score_correction_bias")
 ROTATED, SHARE = "rotary_dim", "partial_rotary_factor"
 KEYS = ("num_local_experts", "num_experts", "num_experts_per_tok", "router_jitter_noise", BIAS_KEY)
+
 EXPRESSED = dict.fromkeys(("moe_ffn_hidden_size", "moe_router_topk", "moe_router_enable_expert_bias"), ANY)
 
 
@@ -60,6 +63,7 @@ def import_extra(external: Mapping[str, Any]) -> dict[str, Any]:
         "moe_router_topk": topk,
         "moe_router_score_function": "sigmoid",
         **import_bias(external),
+        **import_softmax_balance(external, default=0.001),
     }
     if jitter := external.get("router_jitter_noise"):
         moe["moe_input_jitter_eps"] = float(jitter)
@@ -83,6 +87,7 @@ def export_extra(model: Mapping[str, Any]) -> dict[str, Any]:
         **export_shape(config),
         **export_rope(config),
         **export_bias(moe),
+        **export_balance(moe),
         ROTATED: config.rotary_dim,
         "intermediate_size": moe.ffn_size,
         "num_local_experts": moe.num_experts,
@@ -111,7 +116,6 @@ MINIMAX_M2 = ConfigMap(
     ignored={
         **IGNORED,
         **MOE_IGNORED,
-        "router_aux_loss_coef": "of a loss that is added when router logits are asked for; model.moe chooses one",
         "attn_type_list": "of the code beside the first files; the class has one kind of attention",
         **dict.fromkeys(
             ("use_mtp", "num_mtp_modules", "mtp_transformer_layers"),
@@ -119,7 +123,7 @@ MINIMAX_M2 = ConfigMap(
         ),
     },
     import_extra=import_extra,
-    import_extra_keys=(*ROPE_KEYS, *KEYS, ROTATED, SHARE),
+    import_extra_keys=(*ROPE_KEYS, *KEYS, ROTATED, SHARE, "router_aux_loss_coef"),
     export_extra=export_extra,
 )
 

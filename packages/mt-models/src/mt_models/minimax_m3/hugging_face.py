@@ -35,8 +35,10 @@ from mt_models.blocks.hugging_face_moe import (
     MOE_IGNORED,
     ExpertNames,
     expert_rules,
+    export_balance,
     export_bias,
     import_bias,
+    import_softmax_balance,
     written_packed,
 )
 from mt_models.blocks.hugging_face_tower import decoder_within
@@ -226,7 +228,7 @@ def import_positions(external: Mapping[str, Any]) -> dict[str, Any]:
 
 EXPERT_KEYS = (
     *("intermediate_size", "num_local_experts", "num_experts", "num_experts_per_tok", "routed_scaling_factor"),
-    *("shared_intermediate_size", BIAS_KEY),
+    *("shared_intermediate_size", "router_aux_loss_coef", BIAS_KEY),
 )
 LAYER_KEYS = ("layer_types", "mlp_layer_types", "moe_layer_freq", "num_hidden_layers", "sparse_attention_config")
 EXPRESSED = (
@@ -249,6 +251,7 @@ def import_extra(external: Mapping[str, Any]) -> dict[str, Any]:
         "moe_shared_expert_intermediate_size": external.get("shared_intermediate_size", 3072),
         "moe_layer_freq": layers.pop("moe_layer_freq"),
         **import_bias(external),
+        **import_softmax_balance(external, default=0.001),
     }
     return {**layers, **import_blocks(external), **import_positions(external), "moe": moe}
 
@@ -267,6 +270,7 @@ def export_extra(model: Mapping[str, Any]) -> dict[str, Any]:
         **export_shape(config),
         **export_rope(config),
         **export_bias(moe),
+        **export_balance(moe),
         **blocks,
         "index_n_heads": config.index_heads,
         ROTATED: config.rotary_dim,
@@ -310,7 +314,6 @@ MINIMAX_M3 = ConfigMap(
     ignored={
         **IGNORED,
         **MOE_IGNORED,
-        "router_aux_loss_coef": "of a loss that is added when router logits are asked for; model.moe chooses one",
         "router_jitter_noise": "no layer of the class reads it",
         **dict.fromkeys(
             ("use_mtp", "num_mtp_modules", "mtp_transformer_layers", "num_nextn_predict_layers"),

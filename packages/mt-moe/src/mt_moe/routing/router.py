@@ -264,7 +264,7 @@ class Router(LayoutModule):
         return chosen, rest
 
     def _scored(self, logits: Tensor, experts: Tensor, counts: Tensor | None, share: TokenShare) -> Scored:
-        probabilities = distribution(logits, self.config.moe_router_score_function)
+        probabilities = distribution(logits, self.config.balance_score_function)
         # The losses count the plain top-k (see mt_moe.routing.balance).
         if not self._is_plain_topk or counts is None:
             experts = probabilities.detach().topk(experts.shape[1]).indices
