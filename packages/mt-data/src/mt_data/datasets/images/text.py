@@ -154,8 +154,8 @@ class ImageTokens:
         return np.concatenate([np.array(part, np.int32) for part in parts])
 
     def of_all(self, grids: Sequence[Grid], times: Sequence[int] = ()) -> list[NDArray[np.int32]]:
-        """The tokens of each image or view. times: the third numbers of the grids; above 0 where a view continues the one before
-        it in the same image (qwen2_vl), and for each view of a video (kimi_k25)."""
+        """The tokens of each image or view. times: the third numbers of the grids; above 0 where a view continues the
+        one before it in the same image (qwen2_vl), and for each view of a video (kimi_k25)."""
         later = [time > 0 for time in times] or [False] * len(grids)
         if self.joins_views:
             return [self.of(*flags) for flags in zip(grids, later, [*later, False][1:], strict=True)]
