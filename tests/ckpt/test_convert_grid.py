@@ -449,6 +449,37 @@ def test_a_check_counts_the_layers_of_prediction_that_tensors_have(host, tmp_pat
     assert check_model(folder, host).parameters == report.num_parameters
 
 
+def glm4_folder(host, tmp_path: Path) -> tuple[Path, Path, str]:
+    """A folder of Hugging Face, its file, and the prefix of its layer of prediction."""
+    folder = tmp_path / "glm4_moe"
+    # In one file.
+    convert(Sources("glm4_moe", host, tmp_path).path(("mt", LAYOUTS[0])), folder, loader="mt", saver="hf", host=host)
+    (folder / CHECKSUMS).unlink()
+    (file,) = folder.glob("*.safetensors")
+    return folder, file, f"model.layers.{CASES['glm4_moe']['num_layers']}."
+
+
+def test_a_count_of_layers_that_files_have_not_is_named(host, tmp_path: Path) -> None:
+    folder, file, predicted = glm4_folder(host, tmp_path)
+    save_file({name: x for name, x in load_file(file).items() if not name.startswith(predicted)}, file)
+    report = convert(folder, tmp_path / "mt", loader="hf", saver="mt", dry_run=True, host=host)
+    (line,) = report.notes
+    assert line.startswith("config.json: num_nextn_predict_layers=1, and the files have tensors of 0 such layers")
+    assert line in describe(report, "mt", dry_run=True)
+
+
+@pytest.mark.parametrize("differs", [False, True])
+def test_a_head_that_is_left_out_is_named_where_it_differs(host, tmp_path: Path, differs: bool) -> None:
+    folder, file, predicted = glm4_folder(host, tmp_path)
+    tensors = load_file(file)
+    tensors[f"{predicted}shared_head.head.weight"] = tensors["lm_head.weight"] + (1.0 if differs else 0.0)
+    tensors[f"{predicted}embed_tokens.weight"] = tensors["model.embed_tokens.weight"].clone()
+    save_file(tensors, file)
+    report = convert(folder, tmp_path / "mt", loader="hf", saver="mt", dry_run=True, host=host)
+    words = "left out, though it differs from lm_head.weight, which is used in its place: "
+    assert report.notes == ((f"{words}{predicted}shared_head.head.weight",) if differs else ())
+
+
 def test_a_table_of_integers_goes_from_hugging_face_to_hugging_face(host, tmp_path: Path) -> None:
     """DeepSeek-V4's experts of each token: int64 there, fp32 in the model."""
     sources = Sources("deepseek_v4", host, tmp_path)

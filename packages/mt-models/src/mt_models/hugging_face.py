@@ -48,6 +48,8 @@ class HuggingFaceFamily:
     preprocessor: how images are made for a model of this configuration; None where the family takes none.
     held: the configuration of what a file holds, from that of config.json and the names of its tensors: where the class
     leaves layers out that config.json counts.
+    left_out_copies: tensors that are left out since another one is used in their place, name -> that one; a conversion
+    says where the two differ.
     """
 
     family: str
@@ -59,6 +61,7 @@ class HuggingFaceFamily:
     architectures: Mapping[str, str] = field(default_factory=dict)
     preprocessor: Preprocessor | None = None
     held: Callable[[Mapping[str, Any], Iterable[str]], Mapping[str, Any]] = lambda external, names: external
+    left_out_copies: Callable[[Any], Mapping[str, str]] = lambda config: {}
 
     def read_config(self, external: Mapping[str, Any]) -> dict[str, Any]:
         """Keys of [model], `family` included, from the contents of config.json.

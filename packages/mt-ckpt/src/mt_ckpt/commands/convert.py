@@ -180,11 +180,11 @@ def describe(report: Report, save_dir: str, *, dry_run: bool) -> list[str]:
     unread += _source_lines(report.read_from)
     if dry_run:
         lines = [f"nothing written; {report.saver} can hold it: {amount}", *unread]
-        return [*lines, *_left_out(report), *_files_left_out(report)]
+        return [*lines, *_left_out(report), *report.notes, *_files_left_out(report)]
     lines = [f"{save_dir}: written as {report.saver}: {amount}", *unread]
     if report.num_omitted_tensors:
         lines.append(f"the model's other {report.num_omitted_tensors} tensors are left to the base")
-    lines += [*_left_out(report), *_files_left_out(report)]
+    lines += [*_left_out(report), *report.notes, *_files_left_out(report)]
     checked = report.verification
     if checked is not None:
         lines.append(f"verified: {checked.num_tensors} tensors are equal bit for bit, {_outputs(checked.num_outputs)}")

@@ -53,6 +53,8 @@ class Report:
     has_tokenizer: whether tokenizer files were converted too, or the model has no vocabulary.
     read_from: of a format that does not say what its model is: which file did ("config"), whose names the tensors have
     ("names"), what else is in the files ("left_out").
+    notes: what of the source is not as its configuration and names say, a sentence each: layers that its config.json
+    counts and its files have not, and tensors that are left out for another one and differ from it.
     optimizer_left_out: why the loader did not read the optimizer that is in the files; None: it did, or there is none.
     verification: None unless it was requested.
     """
@@ -68,6 +70,7 @@ class Report:
     files_left_out: tuple[str, ...] = ()
     optimizer_left_out: str | None = None
     read_from: Mapping[str, Any] = field(default_factory=dict)
+    notes: tuple[str, ...] = ()
     verification: Verification | None = None
 
 
@@ -172,6 +175,7 @@ def _report(
         files_left_out=tuple(files_left_out),
         optimizer_left_out=optimizer_left_out(source.metadata),
         read_from=source.metadata.get(READ_FROM, {}),
+        notes=tuple(prepared.opened.notes()) if isinstance(prepared.opened, HuggingFaceReader) else (),
         verification=verification,
     )
 

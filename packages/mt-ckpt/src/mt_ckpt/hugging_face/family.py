@@ -128,9 +128,14 @@ def _families(host: PluginHost) -> tuple[list[Family], list[str]]:
 
 
 def _config_of_file(family: Family, external: Mapping[str, Any], names: list[str], host: PluginHost) -> Config:
+    return read_config(family, held_config(family, external, names), host)
+
+
+def held_config(family: Family, external: Mapping[str, Any], names: list[str]) -> Mapping[str, Any]:
+    """config.json of what a folder with tensors of these names holds."""
     # Optional in a family of a plugin, see HuggingFaceFamily.held.
     held = getattr(family, "held", None)
-    return read_config(family, external if held is None else held(external, names), host)
+    return external if held is None else held(external, names)
 
 
 def read_config(family: Family, external: Mapping[str, Any], host: PluginHost) -> Config:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property, partial
 from pathlib import Path
@@ -16,8 +16,9 @@ from mt_ckpt.files.checksum_file import WrittenFiles
 from mt_ckpt.files.external_tensors import ExternalTensors
 from mt_ckpt.files.safetensors import SafetensorsFile, TensorInfo
 from mt_ckpt.files.stored_formats import StoredFormat
+from mt_ckpt.hugging_face.absent_layers import absent_layers
 from mt_ckpt.hugging_face.activation_scales import ActivationScales
-from mt_ckpt.hugging_face.family import Family, require_names
+from mt_ckpt.hugging_face.family import Family, held_config, require_names
 from mt_ckpt.hugging_face.tensors import TensorFile, TensorFiles, infer
 from mt_ckpt.hugging_face.tokenizer import image_processor, read_tokenizer_files, tokenizer_config
 from mt_ckpt.hugging_face.variants import identify_variant
@@ -59,7 +60,8 @@ def open_checkpoint(path: Path, host: PluginHost) -> HuggingFaceReader:
         "tokenizer": tokenizer_config(path, files, config.model.vocab_size),
         **_image_data(family, config.model, files),
     }
-    return HuggingFaceReader(tensors, family, config.model, {"iteration": 0, "config": sections}, files)
+    absent = absent_layers(external, held_config(family, external, list(tensors.infos)))
+    return HuggingFaceReader(tensors, family, config.model, {"iteration": 0, "config": sections}, files, absent)
 
 
 def _with_settings_beside(path: Path, external: dict[str, Any], written: WrittenFiles) -> dict[str, Any]:
@@ -97,13 +99,20 @@ class HuggingFaceReader:
         model: Any,
         metadata: Mapping[str, Any],
         files: Mapping[str, bytes],
+        absent: Sequence[str] = (),
     ) -> None:
-        """model: the [model] section. Raises CheckpointError for missing, unknown and doubled names."""
+        """model: the [model] section. absent: what config.json counts and the files have not, a sentence each.
+
+        Raises CheckpointError for missing, unknown and doubled names.
+        """
         require_names(family, model, tensors.infos)
         self.metadata = metadata
         self._tensors, self._files = tensors, files
         self._stored = _by_spelling(tensors, family, model)
         self._copies = _present_copies(family.copies(model), self._stored)
+        # Optional in a family of a plugin.
+        self._repeated: Mapping[str, str] = getattr(family, "left_out_copies", lambda model: {})(model)
+        self._absent = absent
         names = family.name_map(model).reading(self._stored)
         self._rules = {MODEL + rule.ours: rule for rule in names.rules}
         self.left_out: Mapping[str, int] = names.left_out(self._stored)
@@ -149,6 +158,21 @@ class HuggingFaceReader:
 
     def files(self) -> Mapping[str, bytes]:
         return self._files
+
+    def notes(self) -> list[str]:
+        """What of the files is not as config.json and names say, a sentence each.
+
+        Layers that they have not, and tensors that are left out for another one and differ from it; these are read.
+        """
+        differing = [
+            f"left out, though it differs from {original}, which is used in its place: {copy}"
+            for copy, original in self._repeated.items()
+            if {copy, original} <= self._stored.keys() and self._differ(copy, original)
+        ]
+        return [*self._absent, *differing]
+
+    def _differ(self, first: str, second: str) -> bool:
+        return not same_bits(self._tensors.read(self._stored[first]), self._tensors.read(self._stored[second]))
 
     def require_scales(self) -> None:
         """Read all scales of a quantized folder. Raises CheckpointError that names the first that is none."""

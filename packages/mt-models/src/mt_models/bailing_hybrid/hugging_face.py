@@ -135,6 +135,12 @@ def spelling(config: BailingHybridConfig, name: str) -> str:
     return _published(name, linear=number < config.num_layers and config.linear_layers[number])
 
 
+def left_out_copies(config: BailingHybridConfig) -> dict[str, str]:
+    names = {"model.embed_tokens.weight": "model.word_embeddings.weight"}
+    copies = deepseek.prediction_copies(config)
+    return {copy: names.get(original, original) for copy, original in copies.items()}
+
+
 def held(external: Mapping[str, Any], names: Iterable[str]) -> Mapping[str, Any]:
     """Without layers of multi-token prediction where a file has none."""
     return deepseek.held({"num_hidden_layers": 42, **external}, names)
@@ -406,6 +412,7 @@ HUGGING_FACE = HuggingFaceFamily(
     model_types={KIND: BAILING_HYBRID},
     name_map=name_map,
     spelling=spelling,
+    left_out_copies=left_out_copies,
     held=held,
     architectures={KIND: "BailingHybridForCausalLM"},
 )

@@ -143,8 +143,12 @@ def unread_prediction(config: DeepseekConfig | PredictionKeys) -> frozenset[str]
 
 
 def copies(config: DeepseekConfig) -> dict[str, str]:
-    repeated = dict(tied_output(config))
-    # Each prediction layer in the file repeats embedding and head, which the model has once.
+    return {**tied_output(config), **prediction_copies(config)}
+
+
+def prediction_copies(config: DeepseekConfig | PredictionKeys) -> dict[str, str]:
+    """Each prediction layer in the file repeats embedding and head, which the model has once."""
+    repeated: dict[str, str] = {}
     output = "lm_head.weight" if config.untie_embeddings_and_output_weights else "model.embed_tokens.weight"
     for number in range(config.num_layers, config.num_layers + config.mtp_num_layers):
         repeated[f"model.layers.{number}.embed_tokens.weight"] = "model.embed_tokens.weight"

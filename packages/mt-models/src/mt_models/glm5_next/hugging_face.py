@@ -354,6 +354,7 @@ HUGGING_FACE = HuggingFaceFamily(
     name_map=name_map,
     model_type_of=lambda config: KIND,
     spelling=spelling,
+    left_out_copies=deepseek.prediction_copies,
     held=held,
     architectures={KIND: "Glm5NextTextModel"},
 )

@@ -39,7 +39,7 @@ from mt_models.blocks.hugging_face_moe import (
     shared_experts,
 )
 from mt_models.blocks.moe import ANY, MoEOptions, frequency_of
-from mt_models.deepseek.hugging_face import held
+from mt_models.deepseek.hugging_face import held, prediction_copies
 from mt_models.hugging_face import IGNORED, NOT_A_CHOICE, SPECIAL_IDS, HuggingFaceFamily, tied_output
 from mt_models.hy_v3.config import HyV3Config
 
@@ -241,5 +241,6 @@ HUGGING_FACE = HuggingFaceFamily(
     copies=tied_output,
     spelling=spelling,
     architectures={KIND: "HYV3ForCausalLM"},
+    left_out_copies=prediction_copies,
     held=held,
 )

@@ -109,6 +109,10 @@ def _prediction_rules(config: LongcatFlashConfig) -> list[Rule]:
     ]
 
 
+def left_out_copies(config: LongcatFlashConfig) -> dict[str, str]:
+    return {"model.mtp.embed_tokens.weight": "model.embed_tokens.weight"} if config.mtp_num_layers else {}
+
+
 def held(external: Mapping[str, Any], names: Iterable[str]) -> Mapping[str, Any]:
     """With the layer of multi-token prediction where a file has its tensors, and without it where it has not."""
     return {**external, COUNT: int(any(name.startswith("model.mtp.layers.") for name in names))}
@@ -317,6 +321,7 @@ HUGGING_FACE = HuggingFaceFamily(
     model_types={KIND: LONGCAT_FLASH},
     name_map=name_map,
     copies=tied_output,
+    left_out_copies=left_out_copies,
     held=held,
     architectures={KIND: "LongcatFlashForCausalLM"},
 )

@@ -225,6 +225,7 @@ HUGGING_FACE = HuggingFaceFamily(
     name_map=name_map,
     model_type_of=model_type_of,
     copies=tied_output,
+    left_out_copies=deepseek.prediction_copies,
     held=held,
     architectures={
         "qwen2_moe": "Qwen2MoeForCausalLM",
