@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 
 import pytest
 import torch
@@ -45,6 +46,26 @@ def test_a_step_of_the_kernel(name: str, dtype: torch.dtype, share: float) -> No
     inputs, state = delta_inputs(name, 3, dtype), draw(2, 8, 64, 64)
     expected = RECURRENCES[name].recurrent(inputs, state=state)
     assert_near(triton_delta_step(inputs, state=state), expected, share)
+
+
+def with_gradients(rule: Callable[..., tuple[Tensor, Tensor]], inputs: DeltaInputs, **options: Tensor) -> list[Tensor]:
+    """Outputs, the last state, and the gradients of the inputs."""
+    leaves = [x.detach().requires_grad_() for x in inputs]
+    o, last = rule(DeltaInputs(*leaves), **options)
+    return [o, last, *torch.autograd.grad((o, last), leaves, (draw(*o.shape).to(o.dtype), draw(*last.shape)))]
+
+
+@pytest.mark.parametrize(("dtype", "share"), [(torch.float32, 1e-4), (torch.bfloat16, 3e-2)])
+@pytest.mark.parametrize("is_packed", [False, True])
+@pytest.mark.parametrize("name", [name for name, rule in RECURRENCES.items() if rule.triton])
+def test_kernels_of_whole_sequences(name: str, is_packed: bool, dtype: torch.dtype, share: float) -> None:
+    recurrence, inputs = RECURRENCES[name], delta_inputs(name, 200, dtype)
+    segments = {"segment_ids": (torch.arange(200, device="cuda") // 70).expand(2, -1)}
+    options = segments if is_packed else {"state": draw(2, 8, 64, 64)}
+    assert recurrence.triton is not None
+    found = with_gradients(partial(recurrence.triton, chunk_size=64), inputs, **options)
+    exact = DeltaInputs(*(x.float() for x in inputs))
+    assert_near(tuple(found), tuple(with_gradients(recurrence.recurrent, exact, **options)), share)
 
 
 @pytest.mark.parametrize("count", [1, 300])

@@ -290,6 +290,7 @@ def test_flops_are_those_of_the_products(build) -> None:
         (["model.rotary_percent=0.01"], "leaves none to rotate"),
         (["model.mtp_loss_scaling_factor=0.3"], "would be ignored"),
         (["model.linear_attention_backend='fla'"], "needs the package flash-linear-attention and a GPU"),
+        (["model.linear_attention_backend='triton'"], '="triton" cannot serve (cpu, float32'),
     ],
 )
 def test_what_cannot_be_is_refused(build, settings, message) -> None:

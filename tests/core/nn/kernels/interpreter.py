@@ -24,6 +24,7 @@ def run_interpreted(function: Callable[..., Any], *args: Any, ranks: int = 1) ->
 def _switched_on(rank: int, world: int, function: Callable[..., Any], args: tuple[Any, ...]) -> Any:
     os.environ["TRITON_INTERPRET"] = "1"
     patch_language_once()
+    multiply_numbers_of_bf16()
     return function(rank, world, *args)
 
 
@@ -41,6 +42,25 @@ def patch_language_once() -> None:
         return SimpleNamespace(restore=lambda: None)
 
     interpreter._patch_lang = patch_for
+
+
+def multiply_numbers_of_bf16() -> None:
+    """Triton's interpreter keeps bf16 in 16-bit integers, which its products multiply as integers."""
+    import numpy as np
+    from triton import language as tl
+    from triton.runtime import interpreter
+
+    product = interpreter.InterpreterBuilder.create_dot
+
+    def single(x: Any) -> Any:
+        if x.dtype.scalar != tl.bfloat16:
+            return x
+        return interpreter.TensorHandle((x.data.astype(np.uint32) << 16).view(np.float32), tl.float32)
+
+    def product_of_numbers(self: Any, a: Any, b: Any, *others: Any) -> Any:
+        return product(self, single(a), single(b), *others)
+
+    interpreter.InterpreterBuilder.create_dot = product_of_numbers
 
 
 def implementation(kernel: KernelName, name: str) -> Callable[..., Any]:

@@ -1,16 +1,20 @@
-"""What computes a recurrence with a matrix as state: torch, the kernels of flash-linear-attention (fla), or for single
-positions a Triton kernel of mt."""
+"""What computes a recurrence with a matrix as state: torch, the kernels of flash-linear-attention (fla), or mt's Triton
+kernels."""
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable
 from functools import partial
+from importlib.util import find_spec
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from mt_core.errors import ConfigError
+from mt_core.nn.kernels.choice import Kernels
+from mt_core.parallel.context import ParallelContext
 from mt_models.blocks.chunked_delta_rule import chunked_delta_rule
 from mt_models.blocks.fla_delta_rule import can_run_fla, fla_delta_rule, fla_delta_step, fla_kimi_rule, fla_kimi_step
 from mt_models.blocks.fla_rwkv7_rule import fla_rwkv7_rule, fla_rwkv7_step
@@ -32,15 +36,32 @@ class Recurrence(NamedTuple):
     """Name of the module of fla."""
     fla: Rule
     fla_step: Rule
-    has_kernel: bool
+    has_step: bool
     """Whether mt has a kernel of single positions."""
+    triton: Rule | None = None
+    """mt's kernels of whole sequences, with chunk_size too."""
+
+
+def _triton_gated_rule(inputs: DeltaInputs, **options: Any) -> tuple[Tensor, Tensor]:
+    # Imported here: Triton need not be installed.
+    from mt_models.blocks.triton_kernels.gated_delta_rule import triton_gated_delta_rule
+
+    return triton_gated_delta_rule(inputs, **options)
 
 
 GATED = Recurrence(
-    chunked_delta_rule, recurrent_delta_rule, "fla.ops.gated_delta_rule", fla_delta_rule, fla_delta_step, True
+    chunked_delta_rule,
+    recurrent_delta_rule,
+    "fla.ops.gated_delta_rule",
+    fla_delta_rule,
+    fla_delta_step,
+    has_step=True,
+    triton=_triton_gated_rule,
 )
-KIMI = Recurrence(chunked_kimi_rule, recurrent_kimi_rule, "fla.ops.kda", fla_kimi_rule, fla_kimi_step, True)
-RWKV7 = Recurrence(chunked_rwkv7_rule, recurrent_rwkv7_rule, "fla.ops.rwkv7", fla_rwkv7_rule, fla_rwkv7_step, False)
+KIMI = Recurrence(chunked_kimi_rule, recurrent_kimi_rule, "fla.ops.kda", fla_kimi_rule, fla_kimi_step, has_step=True)
+RWKV7 = Recurrence(
+    chunked_rwkv7_rule, recurrent_rwkv7_rule, "fla.ops.rwkv7", fla_rwkv7_rule, fla_rwkv7_step, has_step=False
+)
 
 
 class Rules(NamedTuple):
@@ -48,27 +69,84 @@ class Rules(NamedTuple):
     """Whole sequences, with gradients."""
     step: Rule
     """Single positions from a state, as decoding takes them."""
+    whole_by: str = "torch"
+    step_by: str = "torch"
+
+    def note(self, name: str, kernels: Kernels) -> None:
+        """Add a line to what a run on a GPU prints."""
+        kernels.note(f"{name}: sequences by {self.whole_by}, steps of decoding by {self.step_by}")
 
 
-def build_rules(recurrence: Recurrence, backend: str, chunk_size: int) -> Rules:
-    """backend: "torch", "fla", or "auto", which takes fla on a GPU where it is installed, and else for the steps of
-    decoding mt's kernel.
+class RuleSizes(NamedTuple):
+    """What a rule is used for."""
 
-    Raises ConfigError for "fla" where it is not installed.
+    device: str
+    dtype: torch.dtype
+    key_dim: int
+    value_dim: int
+
+    @classmethod
+    def of(cls, ctx: ParallelContext, key_dim: int, value_dim: int) -> RuleSizes:
+        return cls(ctx.device.type, ctx.params_dtype, key_dim, value_dim)
+
+
+def build_rules(recurrence: Recurrence, backend: str, chunk_size: int, sizes: RuleSizes | None = None) -> Rules:
+    """backend: "torch", "fla", "triton", or "auto", which takes fla on a GPU where it is installed, and else torch with
+    mt's kernel for the steps of decoding.
+
+    Raises ConfigError for "fla" where it is not installed, and for "triton" where mt's kernels do not serve.
     """
     plain = Rules(partial(recurrence.chunked, chunk_size=chunk_size), recurrence.recurrent)
     if backend == "torch":
         return plain
+    if backend == "triton":
+        if recurrence.triton is None or sizes is None:
+            raise ConfigError(
+                'model.linear_attention_backend="triton": mt has no kernels of this recurrence for training; '
+                'use "auto" or "torch"'
+            )
+        _require_triton(sizes, chunk_size)
+        step = _without_gradients(_triton_step, plain.step)
+        return Rules(partial(recurrence.triton, chunk_size=chunk_size), step, "triton", "triton")
     if can_run_fla(recurrence.module):
-        return Rules(_on_gpu(recurrence.fla, plain.whole), _without_gradients(recurrence.fla_step, plain.step))
+        step = _without_gradients(recurrence.fla_step, plain.step)
+        return Rules(_on_gpu(recurrence.fla, plain.whole), step, "fla", "fla")
     if backend == "fla":
         raise ConfigError(
             'model.linear_attention_backend="fla" needs the package flash-linear-attention and a GPU; use "torch" or '
             '"auto"'
         )
-    if recurrence.has_kernel and has_triton():
-        return plain._replace(step=_without_gradients(_triton_step, plain.step))
+    if recurrence.has_step and has_triton():
+        return plain._replace(step=_without_gradients(_triton_step, plain.step), step_by="triton")
     return plain
+
+
+def _require_triton(sizes: RuleSizes, chunk_size: int) -> None:
+    """Raise ConfigError where mt's kernels of whole sequences do not serve."""
+    if reason := _triton_lacks(sizes, chunk_size):
+        dtype = str(sizes.dtype).removeprefix("torch.")
+        use = f"{sizes.device}, {dtype}, keys of {sizes.key_dim} channels, chunks of {chunk_size} positions"
+        raise ConfigError(
+            f'model.linear_attention_backend="triton" cannot serve ({use}): {reason}, or use "auto" or "torch"'
+        )
+
+
+def _triton_lacks(sizes: RuleSizes, chunk_size: int) -> str | None:
+    """What the kernels need and what to change."""
+    if find_spec("triton") is None:
+        return "Triton is not installed; install it"
+    from mt_models.blocks.triton_kernels.chunk_launches import CHUNK_SIZES, WIDEST_KEY
+
+    interpreted = sizes.device == "cpu" and os.environ.get("TRITON_INTERPRET") == "1"  # for tests
+    if sizes.device != "cuda" and not interpreted:
+        return "its kernels run on a CUDA device; set train.device=cuda"
+    if sizes.dtype != torch.bfloat16 and not interpreted:
+        return "its kernels compute in bf16, with states in fp32; set precision.dtype=bf16"
+    if sizes.key_dim > WIDEST_KEY:
+        return f"a key has at most {WIDEST_KEY} channels; change model.linear_key_head_dim"
+    if chunk_size not in CHUNK_SIZES:
+        return f"a chunk has {' or '.join(map(str, CHUNK_SIZES))} positions; change model.linear_chunk_size"
+    return None
 
 
 def _triton_step(

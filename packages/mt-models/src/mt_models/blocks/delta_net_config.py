@@ -31,9 +31,10 @@ class DeltaNetKeys(Section):
     """Positions that the convolutions of queries, keys and values see: a position and those before it."""
     linear_chunk_size: PositiveInt = 64
     """Positions that training computes together. Changes speed, memory and rounding, not the result."""
-    linear_attention_backend: Literal["auto", "torch", "fla"] = "auto"
-    """What computes the delta rule: torch, the kernels of flash-linear-attention (fla), or auto, which is fla on a GPU
-    where it is installed, and else torch, on a GPU with mt's Triton kernel for the steps of decoding."""
+    linear_attention_backend: Literal["auto", "torch", "fla", "triton"] = "auto"
+    """What computes the delta rule: torch, the kernels of flash-linear-attention (fla), mt's Triton kernels, or auto,
+    which is fla on a GPU where it is installed, and else torch, on a GPU with mt's kernel for the steps of decoding.
+    triton computes in bf16, with keys of at most 128 channels and chunks of 32 or 64 positions."""
 
     @property
     def linear_key_size(self) -> int:

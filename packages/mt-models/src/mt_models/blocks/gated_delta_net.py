@@ -15,10 +15,11 @@ from torch import Tensor
 
 from mt_core.nn.attention import AttentionPattern
 from mt_core.nn.cache import Cache, SequenceState
+from mt_core.nn.kernels.choice import Kernels
 from mt_core.nn.layout import Init, LayoutModule, ParameterLayout, Split, normal, ones
 from mt_core.nn.linear import RowParallelLinear
 from mt_core.parallel.context import ParallelContext
-from mt_models.blocks.delta_backends import GATED, build_rules
+from mt_models.blocks.delta_backends import GATED, RuleSizes, build_rules
 from mt_models.blocks.delta_scan import ContextParallelDeltaScan, DeltaHeads, DeltaScan, DeltaWeights
 from mt_models.blocks.gated_head_norm import GatedHeadNorm
 from mt_models.blocks.linear import PackedColumnParallelLinear
@@ -94,9 +95,10 @@ class GatedDeltaNet(LayoutModule):
             values, config.hidden_size, ctx, bias=False, init=normal(config.output_init_std)
         )
         heads = DeltaHeads(key_heads // ctx.tp.size, self.key_dim, value_heads // ctx.tp.size, self.value_dim)
-        rules = build_rules(GATED, config.linear_attention_backend, config.linear_chunk_size)
+        sizes = RuleSizes.of(ctx, self.key_dim, self.value_dim)
+        self.rules = build_rules(GATED, config.linear_attention_backend, config.linear_chunk_size, sizes)
         strength = 2.0 if config.linear_allow_neg_eigval else 1.0
-        self.scan = DeltaScan(heads, rules.whole, strength, step=rules.step)
+        self.scan = DeltaScan(heads, self.rules.whole, strength, step=self.rules.step)
         # `_advance` calls `scan` itself: generation has whole sequences (mt_infer refuses context parallelism).
         self.scan_shards = ContextParallelDeltaScan(self.scan, ctx.cp) if ctx.cp.size > 1 else self.scan
 
@@ -104,6 +106,9 @@ class GatedDeltaNet(LayoutModule):
         # fp32: both enter the exponent of a decay that is applied at every position.
         split = Split(dim=0, axis="tp")
         self.declare(name, ParameterLayout((heads,), init, (split,), dtype=torch.float32))
+
+    def use_kernels(self, kernels: Kernels) -> None:
+        self.rules.note("gated delta rule", kernels)
 
     def forward(
         self, hidden: Tensor, pattern: AttentionPattern, angles: RotaryAngles | None = None, cache: Cache | None = None

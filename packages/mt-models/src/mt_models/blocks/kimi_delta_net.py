@@ -15,10 +15,11 @@ from torch import Tensor
 
 from mt_core.nn.attention import AttentionPattern
 from mt_core.nn.cache import Cache, SequenceState
+from mt_core.nn.kernels.choice import Kernels
 from mt_core.nn.layout import Init, LayoutModule, ParameterLayout, Split, normal
 from mt_core.nn.linear import ColumnParallelLinear, RowParallelLinear
 from mt_core.parallel.context import ParallelContext
-from mt_models.blocks.delta_backends import KIMI, build_rules
+from mt_models.blocks.delta_backends import KIMI, RuleSizes, build_rules
 from mt_models.blocks.delta_scan import ContextParallelDeltaScan, DeltaHeads, DeltaScan, DeltaWeights
 from mt_models.blocks.gated_delta_net import DeltaNetConfigLike, log_uniform
 from mt_models.blocks.gated_head_norm import Fp32GatedHeadNorm
@@ -89,8 +90,9 @@ class KimiDeltaNet(LayoutModule):
             width, config.hidden_size, ctx, bias=False, init=normal(config.output_init_std)
         )
         local = DeltaHeads(heads // ctx.tp.size, self.size, heads // ctx.tp.size, self.size)
-        rules = build_rules(KIMI, config.linear_attention_backend, config.linear_chunk_size)
-        self.scan = KimiDeltaScan(local, rules.whole, 1.0, recurrent_kimi_rule, rules.step, lower_bound)
+        sizes = RuleSizes.of(ctx, self.size, self.size)
+        self.rules = build_rules(KIMI, config.linear_attention_backend, config.linear_chunk_size, sizes)
+        self.scan = KimiDeltaScan(local, self.rules.whole, 1.0, recurrent_kimi_rule, self.rules.step, lower_bound)
         self.scan_shards = ContextParallelDeltaScan(self.scan, ctx.cp) if ctx.cp.size > 1 else self.scan
 
     def _declare_gates(self, config: DeltaNetConfigLike, width: int) -> None:
@@ -107,6 +109,9 @@ class KimiDeltaNet(LayoutModule):
         return ColumnParallelLinear(
             config.hidden_size, width, self.ctx, bias=False, init=normal(config.init_method_std)
         )
+
+    def use_kernels(self, kernels: Kernels) -> None:
+        self.rules.note("Kimi delta rule", kernels)
 
     def decay_input(self, hidden: Tensor) -> Tensor:
         """[B, S, H D] of this rank's heads, without dt_bias."""

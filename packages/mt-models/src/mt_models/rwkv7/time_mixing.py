@@ -15,6 +15,7 @@ from torch import Tensor, nn
 
 from mt_core.nn.batch_invariance import is_batch_invariant
 from mt_core.nn.cache import Cache, SequenceState
+from mt_core.nn.kernels.choice import Kernels
 from mt_core.nn.layout import Init, LayoutModule, ParameterLayout, Split, normal, ones, zeros
 from mt_core.nn.linear import SEQUENCE_DIM, ColumnParallelLinear, RowParallelLinear
 from mt_core.parallel.collectives import gather_copies
@@ -92,7 +93,11 @@ class Rwkv7Scan(nn.Module):
     def __init__(self, heads: int, size: int, chunk_size: int, backend: str) -> None:
         super().__init__()
         self.state_shape = (heads, size, size)
-        self.rule, self.step = build_rules(RWKV7, backend, chunk_size)
+        self.rules = build_rules(RWKV7, backend, chunk_size)
+        self.rule, self.step = self.rules.whole, self.rules.step
+
+    def use_kernels(self, kernels: Kernels) -> None:
+        self.rules.note("RWKV-7", kernels)
 
     def forward(self, inputs: Rwkv7Inputs, segment_ids: Tensor | None, cache: Cache | None) -> Tensor:
         if cache is not None:
