@@ -5,20 +5,20 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Annotated, Any, Literal, Self
+from typing import Annotated, Any, Literal
 
-from pydantic import Field, PrivateAttr
+from pydantic import Field
 
-from mt_core.config.fields import NonNegativeInt, PositiveInt
+from mt_core.config.fields import PositiveInt
 from mt_core.config.schema import Config
 from mt_core.errors import ConfigError
-from mt_models.blocks.config import DecoderConfig, check_decoder
-from mt_models.blocks.moe import MoEOptions, frequency_of
-from mt_models.blocks.prediction_config import check_prediction
+from mt_models.blocks.config import check_decoder
+from mt_models.blocks.moe import MoEOptions
+from mt_models.blocks.prediction_config import PredictionKeys, check_prediction
 from mt_models.flops import Convention, TokenFlops, dense_feed_forward_flops, moe_flops
 
 
-class DeepseekConfig(DecoderConfig):
+class DeepseekConfig(PredictionKeys):
     """DeepSeek-V2 (2024) and DeepSeek-V3 (2024)."""
 
     normalization: Literal["LayerNorm", "RMSNorm"] = "RMSNorm"
@@ -37,13 +37,6 @@ class DeepseekConfig(DecoderConfig):
     """Added to the mean square in norms of latents. Default: norm_epsilon."""
     moe: dict[str, Any] | None = None
     """Options of the MoE layers. Default: every layer is dense."""
-    mtp_num_layers: NonNegativeInt = 0
-    """Further layers, of which the d-th predicts the token d + 1 positions ahead, in training."""
-    mtp_loss_scaling_factor: Annotated[float, Field(ge=0)] = 0.1
-    """What the mean of their losses counts beside that of the next token."""
-
-    _predicted_layers: int = PrivateAttr(default=0)
-    """How many of num_layers are layers of multi-token prediction: see `with_predicted_layers`."""
 
     @property
     def latent_epsilon(self) -> float:
@@ -83,24 +76,6 @@ class DeepseekConfig(DecoderConfig):
         if self.rope_scaling_type != "yarn" or not self.rope_mscale_all_dim:
             return 1.0
         return (0.1 * self.rope_mscale_all_dim * math.log(self.rope_scaling_factor or 1.0) + 1.0) ** 2
-
-    def with_predicted_layers(self) -> Self:
-        """The same with the layers of multi-token prediction counted behind the others, of the last one's kind."""
-        changed: dict[str, Any] = {"num_layers": self.num_layers + self.mtp_num_layers}
-        if self.moe is not None:
-            layers = MoEOptions(self).layers
-            # DeepSeek-V3's prediction layer is MoE, as its last layer is.
-            pattern = layers + [layers[-1]] * self.mtp_num_layers
-            changed["moe"] = {**self.moe, "moe_layer_freq": frequency_of(pattern)}
-        counted = self.model_copy(update=changed)
-        counted._predicted_layers = self.mtp_num_layers
-        return counted
-
-    @property
-    def output_init_std(self) -> float:
-        # Megatron takes the number of the decoder's layers for those of multi-token prediction, too.
-        layers = self.num_layers - self._predicted_layers
-        return self.init_method_std / math.sqrt(2.0 * layers if self.use_scaled_init_method else 1.0)
 
 
 def check_deepseek(config: Config) -> None:

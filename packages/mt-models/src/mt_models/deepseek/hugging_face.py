@@ -106,7 +106,7 @@ def latent_rules(config: DeepseekConfig) -> list[Rule]:
 
 
 def prediction_rules(
-    config: DeepseekConfig | PredictionKeys,
+    config: PredictionKeys,
     rules_of_layer: Callable[[Any, int], list[Rule]] = layer_rules,
     *,
     final_norm: str = "shared_head.norm",
@@ -133,7 +133,7 @@ def prediction_rules(
     return rules
 
 
-def unread_prediction(config: DeepseekConfig | PredictionKeys) -> frozenset[str]:
+def unread_prediction(config: PredictionKeys) -> frozenset[str]:
     """Tensors of layers behind the last: all without multi-token prediction, else the embedding and the LM head, in
     whose place every program takes those of the model."""
     if not config.mtp_num_layers:
@@ -146,7 +146,7 @@ def copies(config: DeepseekConfig) -> dict[str, str]:
     return {**tied_output(config), **prediction_copies(config)}
 
 
-def prediction_copies(config: DeepseekConfig | PredictionKeys) -> dict[str, str]:
+def prediction_copies(config: PredictionKeys) -> dict[str, str]:
     """Each prediction layer in the file repeats embedding and head, which the model has once."""
     repeated: dict[str, str] = {}
     output = "lm_head.weight" if config.untie_embeddings_and_output_weights else "model.embed_tokens.weight"

@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping
-from typing import Annotated, Any, Literal, Self
+from typing import Annotated, Any, Literal
 
-from pydantic import Field, PrivateAttr
+from pydantic import Field
 
 from mt_core.config.checks import divisors, listed, must_divide
 from mt_core.config.fields import NonNegativeInt, PositiveInt
@@ -15,9 +14,10 @@ from mt_core.config_map import MegatronMap
 from mt_core.errors import ConfigError
 from mt_models.blocks.config import BY_LENGTH, RMSNormDecoderConfig, check_decoder, refuse_divided_sequences
 from mt_models.blocks.moe import MoEOptions
+from mt_models.blocks.prediction_config import PredictionKeys, check_prediction
 
 
-class DeepseekV4Config(RMSNormDecoderConfig):
+class DeepseekV4Config(PredictionKeys, RMSNormDecoderConfig):
     """DeepSeek-V4 Flash and Pro (DeepSeek, 2026)."""
 
     kv_channels: PositiveInt = 512
@@ -59,15 +59,8 @@ class DeepseekV4Config(RMSNormDecoderConfig):
     """Iterations that make the sums of rows and columns of the matrices that mix streams 1."""
     hyper_connection_epsilon: Annotated[float, Field(ge=0)] = 1e-6
     """Added to the weights of streams, and to the sums of rows and columns."""
-    mtp_num_layers: NonNegativeInt = 0
-    """Further layers, of which the d-th predicts the token d + 1 positions ahead, in training."""
-    mtp_loss_scaling_factor: Annotated[float, Field(ge=0)] = 0.1
-    """What the mean of their losses counts beside that of the next token."""
     attention_backend: Literal["auto", "eager"] = "auto"
     """What computes attention: torch, in blocks of queries."""
-
-    _predicted_layers: int = PrivateAttr(default=0)
-    """How many of num_layers are layers of multi-token prediction: see `with_predicted_layers`."""
 
     @property
     def ratios(self) -> list[int]:
@@ -126,17 +119,6 @@ class DeepseekV4Config(RMSNormDecoderConfig):
         """The width of an expert: every layer has experts."""
         width: int | None = (self.moe or {}).get("moe_ffn_hidden_size")
         return width or super().ffn_size
-
-    def with_predicted_layers(self) -> Self:
-        """The same with the layers of multi-token prediction counted behind the others."""
-        counted = self.model_copy(update={"num_layers": self.num_layers + self.mtp_num_layers})
-        counted._predicted_layers = self.mtp_num_layers
-        return counted
-
-    @property
-    def output_init_std(self) -> float:
-        layers = self.num_layers - self._predicted_layers
-        return self.init_method_std / math.sqrt(2.0 * layers if self.use_scaled_init_method else 1.0)
 
 
 def check_deepseek_v4(config: Config) -> None:
@@ -221,12 +203,7 @@ def _check_training(config: Config, model: DeepseekV4Config) -> None:
     for key in ("dsa_indexer_use_sparse_loss", "dsa_dense_warmup"):
         if getattr(model, key) and not model.dsa_indexer_loss_coeff:
             raise ConfigError(f"model.{key}=true would be ignored: set model.dsa_indexer_loss_coeff too")
-    if not model.mtp_num_layers and model.mtp_loss_scaling_factor != 0.1:
-        raise ConfigError("model.mtp_loss_scaling_factor would be ignored: set model.mtp_num_layers too")
-    if model.mtp_num_layers >= config.data.seq_length:
-        raise ConfigError(
-            f"model.mtp_num_layers={model.mtp_num_layers} has to be below data.seq_length={config.data.seq_length}"
-        )
+    check_prediction(config, model)
     if config.numerics.batch_invariant:
         raise ConfigError(
             f"numerics.batch_invariant cannot be combined with model.family={model.family}: its kernels of attention "

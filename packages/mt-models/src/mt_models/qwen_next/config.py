@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Annotated, Any, Literal
@@ -18,7 +17,8 @@ from mt_models.blocks.delta_net_config import (
     check_delta_nets,
     linear_layers,
 )
-from mt_models.blocks.moe import MoEOptions, frequency_of
+from mt_models.blocks.moe import MoEOptions
+from mt_models.blocks.prediction_config import PredictionKeys, check_prediction
 from mt_models.delta_net_flops import DeltaNetFlops, delta_net_flops
 from mt_models.flops import (
     Convention,
@@ -30,7 +30,7 @@ from mt_models.flops import (
 )
 
 
-class QwenNextConfig(DeltaNetKeys, RMSNormDecoderConfig):
+class QwenNextConfig(PredictionKeys, DeltaNetKeys, RMSNormDecoderConfig):
     """Qwen3-Next (2025), Qwen3.5 and Qwen3.6 (2026), without pictures."""
 
     generation: Literal["qwen3_next", "qwen3_5"] = "qwen3_5"
@@ -40,8 +40,6 @@ class QwenNextConfig(DeltaNetKeys, RMSNormDecoderConfig):
     """Share of each attention head that positions rotate."""
     mtp_num_layers: Literal[0, 1] = 0
     """1: a further layer of attention predicts the token after the next one, in training."""
-    mtp_loss_scaling_factor: Annotated[float, Field(ge=0)] = 0.1
-    """What the mean of its losses counts beside that of the next token."""
 
     @property
     def rotary_dim(self) -> int:
@@ -74,24 +72,6 @@ class QwenNextConfig(DeltaNetKeys, RMSNormDecoderConfig):
     def linear_norm_epsilon(self) -> float:
         return self.norm_epsilon
 
-    def with_predicted_layers(self) -> QwenNextConfig:
-        """The same with the layer of multi-token prediction counted behind the others, its feed-forward of the last
-        one's kind."""
-        changed: dict[str, Any] = {"num_layers": self.num_layers + self.mtp_num_layers}
-        if self.moe is not None:
-            layers = MoEOptions(self).layers
-            changed["moe"] = {**self.moe, "moe_layer_freq": frequency_of(layers + layers[-1:] * self.mtp_num_layers)}
-        return _CountsPredictedLayers.model_construct(self.model_fields_set, **{**dict(self), **changed})
-
-
-class _CountsPredictedLayers(QwenNextConfig):
-    """Its num_layers includes the layer of multi-token prediction."""
-
-    @property
-    def output_init_std(self) -> float:
-        layers = self.num_layers - self.mtp_num_layers
-        return self.init_method_std / math.sqrt(2.0 * layers if self.use_scaled_init_method else 1.0)
-
 
 def check_qwen_next(config: Config) -> None:
     """Raise ConfigError for heads, layers and layouts that do not fit together."""
@@ -106,14 +86,7 @@ def check_qwen_next(config: Config) -> None:
         )
     if model.moe is not None:
         MoEOptions(model)
-    if config.parallel.context_parallel_size > 1 and model.mtp_num_layers:
-        raise ConfigError(
-            f"parallel.context_parallel_size={config.parallel.context_parallel_size} cannot be combined with "
-            f"model.mtp_num_layers={model.mtp_num_layers}: a position needs the token after it, which another rank may "
-            "hold; one of the two has to go (1, or 0)"
-        )
-    if not model.mtp_num_layers and model.mtp_loss_scaling_factor != 0.1:
-        raise ConfigError("model.mtp_loss_scaling_factor would be ignored: set model.mtp_num_layers=1 too")
+    check_prediction(config, model)
 
 
 SMALL = {
