@@ -1,10 +1,11 @@
 """Runs a Python program that a model wrote within limits. Run as a script, it imports nothing of mt.
 
-    limited_process.py watch SECONDS MEMORY_MB FILE_MB PROCESSES ISOLATED PROGRAM SECRET END
+    limited_process.py watch SECONDS MEMORY_MB FILE_MB PROCESSES ISOLATED PROGRAM SECRET END EXCESS
     limited_process.py run PROGRAM SECRET END
 
 `watch` is the first process of the program's namespaces (ISOLATED 1), starts `run` in them with the limits of one
-process, and ends when the program does, or when its processes exceed the limits in total; the kernel then ends all.
+process, and ends when the program does, or when its processes exceed the limits in total: it writes which one to the
+descriptor EXCESS, which the program does not have, and the kernel ends all.
 `run` executes the program, and after it copies the secret from the descriptor SECRET to the descriptor END.
 """
 
@@ -30,7 +31,8 @@ SECRET_BYTES = 64
 def watch(arguments: "list[str]") -> int:
     """The exit status of the program, or 1 if it was ended."""
     seconds, memory_mb, file_mb, processes, isolated = map(int, arguments[:5])
-    program, secret, end = arguments[5], int(arguments[6]), int(arguments[7])
+    program, (secret, end, excess) = arguments[5], map(int, arguments[6:9])
+    os.set_inheritable(excess, False)
     folder = os.getcwd()
     if isolated:
         _bound_process_numbers()
@@ -48,7 +50,7 @@ def watch(arguments: "list[str]") -> int:
         os.execve(sys.executable, [sys.executable, "-I", __file__, "run", program, str(secret), str(end)], {})
     os.close(secret)
     os.close(end)
-    return _wait(child, memory_mb, processes)
+    return _wait(child, memory_mb, processes, excess)
 
 
 def run(program: str, secret: int, end: int) -> None:
@@ -70,7 +72,7 @@ def run(program: str, secret: int, end: int) -> None:
 # -- limits of all processes -----------------------------------------------------------------------
 
 
-def _wait(child: int, memory_mb: int, processes: int) -> int:
+def _wait(child: int, memory_mb: int, processes: int, descriptor: int) -> int:
     import time
 
     pause = 0.001
@@ -80,7 +82,8 @@ def _wait(child: int, memory_mb: int, processes: int) -> int:
             return os.waitstatus_to_exitcode(status) & 0xFF
         # Also behind each orphan, which the first process of a namespace inherits: there may be no end of them.
         if excess := _excess(memory_mb, processes):
-            print(excess, file=sys.stderr, flush=True)
+            # Not among the errors of the program, whose other processes may write behind it until they end.
+            os.write(descriptor, excess.encode())
             return 1
         if not ended:
             time.sleep(pause)

@@ -13,12 +13,12 @@ import signal
 import subprocess
 import sys
 import tempfile
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import dataclass, fields
 from pathlib import Path
-from typing import TypeVar
+from typing import BinaryIO, TypeVar
 
 from mt_core.errors import ConfigError
 
@@ -95,23 +95,21 @@ class ProgramRunner:
         with tempfile.TemporaryDirectory() as folder:
             file = Path(folder) / "program.py"
             file.write_bytes(source)
-            with (Path(folder) / "errors").open("wb+") as errors:
-                reached_end, status = self._outcome(file, errors.fileno())
-                # Only the end is read: a program may write up to file_mb of errors.
-                errors.seek(max(0, errors.seek(0, os.SEEK_END) - REASON_BYTES))
-                lines = errors.read().decode(errors="replace").strip().splitlines()
+            with (Path(folder) / "errors").open("wb+") as errors, (Path(folder) / "excess").open("wb+") as excess:
+                reached_end, status = self._outcome(file, errors.fileno(), excess.fileno())
+                lines = _last_lines(excess) or _last_lines(errors)
         if status is None:
             return f"did not end within {self.limits.seconds} s"
         # The status too: a process that the program has forked may reach the end that the program does not.
         if reached_end and status == 0:
             return None
-        reason = lines[-1] if lines else f"ended with status {status}{'' if reached_end else ', before its end'}"
-        # The kernel may refuse a process before the watching one has counted one too many.
-        if reason.startswith(REFUSED_PROCESS):
-            reason += f" (more than {self.limits.processes} processes are refused)"
-        return reason
+        # The kernel may refuse a process before the watching one has counted one too many. Several processes of the
+        # program may be refused one, so that lines of others follow.
+        if refused := [line for line in lines if line.startswith(REFUSED_PROCESS)]:
+            return f"{refused[-1]} (more than {self.limits.processes} processes are refused)"
+        return lines[-1] if lines else f"ended with status {status}{'' if reached_end else ', before its end'}"
 
-    def _outcome(self, file: Path, errors: int) -> tuple[bool, int | None]:
+    def _outcome(self, file: Path, errors: int, excess: int) -> tuple[bool, int | None]:
         """Whether the program reached its end, and the exit status; None for one that was ended."""
         # No status says that a program reached its end: it may leave with any. The secret of the run does, which is
         # read behind the program's last statement.
@@ -120,7 +118,7 @@ class ProgramRunner:
         try:
             os.write(secret_writer, secret)
             os.close(secret_writer)
-            status = self._status(file, errors, secret_reader, end_writer)
+            status = self._status(file, errors, (secret_reader, end_writer, excess))
             os.set_blocking(end_reader, False)
             with suppress(BlockingIOError):
                 return os.read(end_reader, 2 * len(secret)) == secret, status
@@ -129,19 +127,19 @@ class ProgramRunner:
             for descriptor in (secret_reader, end_reader, end_writer):
                 os.close(descriptor)
 
-    def _status(self, file: Path, errors: int, secret: int, end: int) -> int | None:
+    def _status(self, file: Path, errors: int, descriptors: Sequence[int]) -> int | None:
         files = file.parent / "files"
         files.mkdir()
         try:
             process = subprocess.Popen(
-                self._command(file, secret, end),
+                self._command(file, descriptors),
                 cwd=files,
                 # No variable of this process: they may hold keys.
                 env={},
                 stdin=subprocess.DEVNULL,
                 stdout=subprocess.DEVNULL,
                 stderr=errors,
-                pass_fds=(secret, end),
+                pass_fds=descriptors,
                 # A session and process group of its own, by which `_end` reaches its children.
                 start_new_session=True,
             )
@@ -156,12 +154,18 @@ class ProgramRunner:
         finally:
             _end(process)
 
-    def _command(self, file: Path, secret: int, end: int) -> list[str]:
+    def _command(self, file: Path, descriptors: Sequence[int]) -> list[str]:
         isolation = [shutil.which(ISOLATED[0]) or ISOLATED[0], *ISOLATED[1:]] if self.isolates else []
         limits = [str(getattr(self.limits, name)) for name in ("seconds", "memory_mb", "file_mb", "processes")]
         # -I: no user site, not the working folder on sys.path.
         worker = [sys.executable, "-I", str(WORKER), "watch", *limits, str(int(self.isolates))]
-        return [*isolation, *worker, str(file), str(secret), str(end)]
+        return [*isolation, *worker, str(file), *map(str, descriptors)]
+
+
+def _last_lines(file: BinaryIO) -> list[str]:
+    """Of its end alone: a program may write up to file_mb of errors."""
+    file.seek(max(0, file.seek(0, os.SEEK_END) - REASON_BYTES))
+    return file.read().decode(errors="replace").strip().splitlines()
 
 
 def _end(process: subprocess.Popen[bytes]) -> None:
