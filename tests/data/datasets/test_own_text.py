@@ -17,7 +17,7 @@ from mt_data.datasets.gpt import GPTDataConfig, build_gpt
 from mt_data.datasets.splits import parse_split, range_of_split
 from mt_data.indexed.reader import MemoryIndexedDataset
 from mt_data.preprocess import PreprocessOptions, preprocess
-from mt_data.preprocess.encodings import MARKS
+from mt_data.preprocess.encodings import MARKS, utf16_without_mark
 from mt_data.tokenizers.byte_level import ByteLevelTokenizer
 
 TEXT = "Größe, café: 100 €. "
@@ -168,10 +168,34 @@ def test_compressed_text_and_tables_in_a_folder(tmp_path: Path) -> None:
         tokens_of([tmp_path])
 
 
+JAPANESE = "吾輩は猫である。名前はまだ無い。どこで生れたかとんと見当がつかぬ。"
+CHINESE = "学而时习之，不亦说乎？有朋自远方来，不亦乐乎？"
+KOREAN = "모든 국민은 신체의 자유를 가진다."
+
+
 @pytest.mark.parametrize("encoding", ["utf-16-le", "utf-16-be"])
-@pytest.mark.parametrize("text", [TEXT, "Überfluß an Prosa, naïve façades", "Широкая электрификация южных губерний"])
+@pytest.mark.parametrize(
+    "text",
+    [
+        *(TEXT, "Überfluß an Prosa, naïve façades", "Широкая электрификация южных губерний"),
+        *(JAPANESE, CHINESE, KOREAN, "令和六年度予算案\n"),
+    ],
+)
 def test_utf16_without_a_mark_is_named(encoding: str, text: str, tmp_path: Path) -> None:
     (tmp_path / "n.txt").write_bytes(text.encode(encoding))
     with pytest.raises(DataError, match=rf'data.encodings, such as \["{encoding}"\]'):
         tokens_of([tmp_path / "n.txt"])
     assert tokens_of([tmp_path / "n.txt"], encodings=[encoding]).tolist() == ids(text)
+
+
+@pytest.mark.parametrize(
+    ("text", "encoding"),
+    [
+        *((JAPANESE, name) for name in ("shift_jis", "euc_jp", "iso2022_jp")),
+        *((CHINESE, name) for name in ("gb18030", "big5hkscs")),
+        *((KOREAN, "euc_kr"), (TEXT, "latin-1"), ("Широкая электрификация", "cp1251")),
+        *((JAPANESE.replace("。", ""), "shift_jis"), (KOREAN.replace(" ", ""), "euc_kr")),
+    ],
+)
+def test_other_encodings_are_not_taken_for_utf16(text: str, encoding: str) -> None:
+    assert utf16_without_mark(text.encode(encoding, errors="ignore")) is None

@@ -74,17 +74,30 @@ ALPHABETS = range(0x09)
 """First byte of a letter's number in UTF-16, of the alphabets in Europe and the Near East: bytes that no text in an
 encoding of one byte a character has."""
 LEAST_SHARE = 0.6
+DIVIDING = (range(0x0A, 0x7F), range(0x3000, 0x3100), range(0xFF01, 0xFF66))
+"""Spaces, ends of lines and ASCII; punctuation and kana; full-width forms."""
+EAST_ASIAN = (*DIVIDING, range(0x3400, 0xA000), range(0xAC00, 0xD7B0), range(0xF900, 0xFB00))
+LEAST_EAST_ASIAN, LEAST_DIVIDING = 0.95, 0.05
+"""Shares of the characters of a text in an East Asian language."""
 SAMPLE_BYTES = 4096
 
 
 def utf16_without_mark(data: bytes) -> str | None:
     """The form of UTF-16 in which data, from the beginning of a file, seems to be: most of its characters belong to
-    one alphabet. None for every other text."""
+    one alphabet, or nearly all to the scripts of East Asia. None for every other text."""
     begin = data[: min(SAMPLE_BYTES, len(data) // 2 * 2)]
     for name, first in zip(UTF16_FORMS, (begin[1::2], begin[0::2]), strict=True):
         if first and max(map(first.count, ALPHABETS)) >= LEAST_SHARE * len(first):
             return name
-    return None
+    return next((name for name in UTF16_FORMS if _is_east_asian(begin.decode(name, errors="ignore"))), None)
+
+
+def _is_east_asian(text: str) -> bool:
+    """Nearly all characters are ASCII, ideographs, kana, Hangul or their punctuation, with as many of those that divide
+    a text as one has: bytes of another encoding, taken in pairs, give ideographs and Hangul alone."""
+    scripts = sum(any(ord(one) in block for block in EAST_ASIAN) for one in text)
+    dividing = sum(any(ord(one) in block for block in DIVIDING) for one in text)
+    return scripts >= LEAST_EAST_ASIAN * len(text) and dividing >= LEAST_DIVIDING * len(text) > 0
 
 
 def encoding_advice(name: str) -> str:
