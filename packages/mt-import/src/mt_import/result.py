@@ -98,6 +98,13 @@ def _notes(translation: Translation) -> list[str]:
 def _notes_on_start(values: Mapping[str, Any], checkpoint: Mapping[str, Any]) -> Iterator[str]:
     """Where the run does not start as Megatron's does."""
     load = values["load"]
+    if load is not None and load == values["save"] and values["no_save_optim"]:
+        yield (
+            f"--no-save-optim, and --load and --save both name {load}: its checkpoints have no state of the optimizer "
+            f"to go on with. To start from their weights at step 0, set checkpoint.load={load} and another "
+            "checkpoint.save; so that later runs can go on, set checkpoint.save_optimizer=true"
+        )
+        return
     if load is not None and load == values["save"] and checkpoint.get("load") is None:
         yield (
             f"--load and --save both name {load}: the run goes on from checkpoints of mt in it. To start from "
