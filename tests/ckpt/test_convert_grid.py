@@ -279,7 +279,8 @@ UNABLE = {
         *("gemma4", "gemma4_experts", "phi3_unscaled", "ministral3", "seed_oss", "ernie4_5", "hunyuan", "minimax_m2"),
         *("lfm2", "glm4_moe_lite", "mistral4", "kimi_linear", "qwen_next", "jamba", "falcon_h1", "hybrid_experts"),
         *("granite_hybrid", "ernie4_5_moe", "hunyuan_v1_moe", "lfm2_moe", "dots1", "deepseek_v32", "glm_5", "kimi_k3"),
-        *("exaone_moe", "glm4_moe", "afmoe", "mimo_v2_flash", "hy_v3", "step3p7", "t5"),
+        *("exaone_moe", "glm4_moe", "afmoe", "mimo_v2_flash", "hy_v3", "step3p7", "t5", "minimax_m3"),
+        "bailing_hybrid",
     },
     "megatron": NO_MEGATRON,
     "megatron-dist": NO_MEGATRON,
@@ -297,7 +298,10 @@ UNABLE = {
 """Format -> models that it has no words for."""
 ROUNDED: dict[str, dict[str, tuple[str, ...]]] = {
     "gguf": {
-        **dict.fromkeys(("mamba", "jamba", "kimi_linear", "hybrid_experts", "granite_hybrid"), ("A_log",)),
+        **dict.fromkeys(
+            ("mamba", "jamba", "kimi_linear", "hybrid_experts", "granite_hybrid", "bailing_hybrid"), ("A_log",)
+        ),
+        "minimax_m3": ("layernorm.weight",),
         "qwen_next": ("A_log", "layernorm.weight"),
         "step3p7": ("layernorm.weight",),
     }

@@ -14,6 +14,7 @@ import torch
 from tests.ckpt.convert_cases import LLAMA
 from tests.ckpt.convert_cases import MODELS as FAMILIES
 from tests.ckpt.test_gguf_tokenizer import SPLITTINGS, TEXTS, trained
+from tests.peer.gguf_models import MODELS as IN_LLAMA_CPP
 from tokenizers import Tokenizer
 
 from mt_ckpt.convert import convert
@@ -93,6 +94,7 @@ ENCODER |= {"add_pooler": True}
 COMPRESSED = {**FAMILIES["deepseek_v4"], "compress_ratios": [0, 4, 128], "indexed_compress_ratio": 4}
 COMPRESSED |= {"rope_attention_factor": 1.0, "mtp_num_layers": 0}
 READ = [FAMILIES["kimi_k3"], FAMILIES["t5"], ENCODER, COMPRESSED]
+READ += [IN_LLAMA_CPP[name] for name in ("bailingmoe3", "minimax-m3", "glm5-next")]
 
 
 @pytest.mark.slow
@@ -142,6 +144,12 @@ def test_mixtures() -> None:
     assert {kinds[f"blk.{i}.attn_q.weight"] for i in range(8)} == {"Q4_K"}
     assert (kinds["token_embd.weight"], kinds["output.weight"]) == ("Q4_K", "Q6_K")
     assert (kinds["blk.0.attn_norm.weight"], kinds["blk.0.ffn_up.weight"]) == ("F32", "Q5_0")
+    kept = ["indexer_compressor_ape", "attn_compressor_ape", "indexer.q_proj", "indexer.k_proj"]
+    # llama.cpp adds the biases to fp32 and cannot add others, and its converter keeps the projections.
+    other = types_of(
+        {f"blk.0.{name}.weight": info(4, 256) for name in kept}, "BF16", Model(layers=8, experts=0, groups=1)
+    )
+    assert {type_.name for type_ in other.values()} == {"F32"}
     tied = types_of({"token_embd.weight": info(300, 256)}, "Q4_K_M", Model(layers=8, experts=0, groups=1))
     assert tied["token_embd.weight"].name == "Q6_K"
 

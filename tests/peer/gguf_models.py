@@ -417,6 +417,52 @@ MODELS: dict[str, dict[str, Any]] = {
         "situ_linear_beta": 0.7,
         "moe": {**BIASED, "moe_latent_size": 32, "moe_router_topk_scaling_factor": 1.5},
     },
+    "bailingmoe3": {
+        **LATENT,
+        "family": "bailing_hybrid",
+        "norm_epsilon": 1e-6,
+        **DELTA,
+        "linear_num_key_heads": 4,
+        "linear_decay_lower_bound": -5.0,
+        "expert_swiglu_limits": [0.0, 0.2, 0.0, 0.3],
+        "shared_expert_swiglu_limits": [0.0, 0.3, 0.2, 0.25],
+        "moe": {
+            **BIASED,
+            "num_experts": 8,
+            "moe_router_num_groups": 4,
+            "moe_router_group_topk": 2,
+            "moe_router_group_score_topk": 2,
+            "moe_router_topk_scaling_factor": 2.5,
+        },
+        "mtp_num_layers": 1,
+    },
+    "minimax-m3": {
+        "family": "minimax_m3",
+        **GROUPED,
+        "kv_channels": 32,
+        "rotary_percent": 0.5,
+        "sparse_attention_freq": "[0]+[1]*3",
+        "sparse_index_dim": 32,
+        "sparse_block_size": 2,
+        "sparse_topk_blocks": 3,
+        "moe": {**BIASED, "moe_router_topk_scaling_factor": 2.0},
+    },
+    "glm5-next": {
+        **LATENT,
+        "family": "glm5_next",
+        "qk_pos_emb_head_dim": 0,
+        "norm_epsilon": 1e-6,
+        **DELTA,
+        "linear_num_key_heads": 4,
+        "linear_decay_lower_bound": -5.0,
+        "swiglu_limit": 0.3,
+        "dsa_indexer_n_heads": 16,
+        "dsa_indexer_head_dim": 64,
+        "dsa_indexer_topk": 4,
+        "dsa_indexer_pool_size": 2,
+        "moe": {**BIASED, "moe_router_topk_scaling_factor": 2.5},
+        "mtp_num_layers": 1,
+    },
     "qwen3next": {
         "family": "qwen_next",
         "generation": "qwen3_next",
@@ -528,7 +574,7 @@ def save_model(path: Path, keys: dict[str, Any], host: PluginHost, scale: float 
     generator = torch.Generator().manual_seed(1)
     state = {
         f"model.{name}": torch.randn(parameter.shape, generator=generator) * scale
-        + float("norm" in name and name.endswith("weight") and keys["family"] not in ("gemma", "step3p7"))
+        + float("norm" in name and name.endswith("weight") and keys["family"] not in ("gemma", "step3p7", "minimax_m3"))
         for name, parameter in build_model(config, host).named_parameters()
     }
     if keys["family"] == "gemma4":

@@ -208,6 +208,17 @@ class NegativeExponential(Rule):
 
 
 @dataclass(frozen=True)
+class Exponential(Rule):
+    """exp of it there, in fp32 [heads, 1]; here [heads]."""
+
+    def import_value(self, tensors: Sequence[Tensor]) -> Tensor:
+        return tensors[0].float().log().flatten()
+
+    def export_value(self, tensor: Tensor) -> Sequence[Tensor]:
+        return [tensor.float().exp().reshape(-1, 1)]
+
+
+@dataclass(frozen=True)
 class LatentUpProjection(Rule):
     """Rows of keys and values of each head in one matrix here; there keys transposed [heads, latent, key] and values
     [heads, value, latent]."""

@@ -46,6 +46,7 @@ FALLBACKS = {"Q4_K": "Q5_0", "Q5_K": "Q5_1", "Q6_K": "Q8_0", "IQ4_XS": "IQ4_NL"}
 """For rows that are no whole blocks of 256."""
 IN_FP32 = re.compile(
     r".*_norm\.(weight|bias)|.*\.ffn_gate_inp(_shexp)?\.weight|position_embd\.weight|token_types\.weight"
+    r"|.*\.indexer\.[qk]_proj\.weight|.*compressor_ape\.weight"
     r"|.*\.(ssm_conv1d(_[qkv])?|shortconv\.conv|time_mix_([wavg][12]|lerp_fused))\.weight|.*\.attn_rel_b\.weight|.*\.ssm_(a|d)|.*\.attn_sinks\.weight"
 )
 """Matrices and stacked vectors that are never quantized."""

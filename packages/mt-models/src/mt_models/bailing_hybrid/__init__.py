@@ -12,6 +12,7 @@ SPEC = ModelSpec(
     presets=Lazy("mt_models.bailing_hybrid.config:PRESETS"),
     name_maps={
         "hf": Lazy("mt_models.bailing_hybrid.hugging_face:HUGGING_FACE"),
+        "gguf": Lazy("mt_models.bailing_hybrid.gguf:GGUF"),
         "megatron": Lazy("mt_models.kimi_linear.config:MEGATRON"),
     },
     shrink=Lazy("mt_models.bailing_hybrid.config:shrink_bailing_hybrid"),

@@ -12,6 +12,7 @@ SPEC = ModelSpec(
     presets=Lazy("mt_models.glm5_next.config:PRESETS"),
     name_maps={
         "hf": Lazy("mt_models.glm5_next.hugging_face:HUGGING_FACE"),
+        "gguf": Lazy("mt_models.glm5_next.gguf:GGUF"),
         "megatron": Lazy("mt_models.kimi_linear.config:MEGATRON"),
     },
     shrink=Lazy("mt_models.glm5_next.config:shrink_glm5_next"),

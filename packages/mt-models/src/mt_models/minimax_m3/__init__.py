@@ -12,6 +12,7 @@ SPEC = ModelSpec(
     presets=Lazy("mt_models.minimax_m3.config:PRESETS"),
     name_maps={
         "hf": Lazy("mt_models.minimax_m3.hugging_face:HUGGING_FACE"),
+        "gguf": Lazy("mt_models.minimax_m3.gguf:GGUF"),
         "megatron": Lazy("mt_models.minimax_m3.config:MEGATRON"),
     },
     shrink=Lazy("mt_models.minimax_m3.config:shrink_minimax_m3"),
