@@ -8,8 +8,8 @@ import torch.nn.functional as F
 
 from mt_core.nn.batch_invariance import batch_invariant
 from mt_core.parallel.context import ParallelContext
+from mt_models.blocks.convolutions import causal_conv
 from mt_models.blocks.gated_head_norm import GatedHeadNorm
-from mt_models.blocks.mamba_scan import causal_conv
 
 
 @pytest.mark.parametrize("length", [2, 7])

@@ -9,7 +9,7 @@ from tests.models.mamba_reference import build, configure, make_pair, segments_o
 
 from mt_core.errors import ConfigError
 from mt_infer.cache.layout import cache_layout
-from mt_models.blocks.mamba_scan import causal_conv, causal_conv_of_segments
+from mt_models.blocks.convolutions import causal_conv, causal_conv_of_segments
 from mt_models.blocks.state_space import chunked_scan, recurrent_step
 from mt_models.mamba.hugging_face import HUGGING_FACE
 

@@ -146,8 +146,7 @@ KERNELS = (
     Package("apex", "NVIDIA Apex: fused norms, optimizers and weight gradients", proof="multi_tensor_apply"),
     Package("liger_kernel", "fused cross entropy, norms and SwiGLU in Triton"),
     Package("torchao", "fp8 and low-bit training and quantization"),
-    Package("causal_conv1d", "the short convolution of Mamba layers"),
-    Package("mamba_ssm", "the selective scan of Mamba layers"),
+    Package("fla", "flash-linear-attention: the rules of delta nets and RWKV-7 layers"),
 )
 
 DATA_PACKAGES = (

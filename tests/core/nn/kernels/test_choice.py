@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import subprocess
 import sys
+from dataclasses import replace
 from typing import get_args
 
 import pytest
@@ -53,6 +54,16 @@ def test_auto(installed: set[str]) -> None:
     )
     installed.clear()
     assert choose("rms_norm", "auto", CUDA).implementation.name == "torch"
+
+
+def test_auto_leaves_out_what_has_not_run_on_a_gpu(installed: set[str]) -> None:
+    conv = KernelRequest(device_type="cuda", dtype="bfloat16", width=4)
+    assert str(choose("causal_conv", "auto", conv)) == (
+        "causal_conv: torch (auto: triton has not run on a GPU, and is used if named)"
+    )
+    assert choose("causal_conv", "triton", conv).implementation.name == "triton"
+    with pytest.raises(ConfigError, match="it has at most 4 taps, not 7; use auto or torch"):
+        choose("causal_conv", "triton", replace(conv, width=7))
 
 
 def test_auto_takes_no_package_that_nobody_named(installed: set[str]) -> None:

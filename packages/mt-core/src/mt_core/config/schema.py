@@ -340,6 +340,8 @@ class KernelsConfig(Section):
     """The optimizer adam; torch with fp32 copies and moments is torch.optim's fused update."""
     fp8_cast: OwnKernel = "auto"
     """Casts of FP8 linear layers. Under train.compile they are torch's."""
+    causal_conv: OwnKernel = "auto"
+    """Short convolutions of delta nets, Mamba and LFM2 layers, with their activation. auto: torch."""
 
 
 RecomputedModule = Literal["core_attn", "layernorm", "mlp", "mla_up_proj", "moe", "moe_act", "shared_experts"]

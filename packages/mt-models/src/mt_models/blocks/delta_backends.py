@@ -107,7 +107,9 @@ def build_rules(recurrence: Recurrence, backend: str, chunk_size: int, sizes: Ru
             )
         _require_triton(sizes, chunk_size)
         step = _without_gradients(_triton_step, plain.step)
-        return Rules(partial(recurrence.triton, chunk_size=chunk_size), step, "triton", "triton")
+        whole = partial(recurrence.triton, chunk_size=chunk_size)
+        # A plan has the model on the meta device, where it counts what torch computes.
+        return Rules(plain.whole if sizes.device == "meta" else whole, step, "triton", "triton")
     if can_run_fla(recurrence.module):
         step = _without_gradients(recurrence.fla_step, plain.step)
         return Rules(_on_gpu(recurrence.fla, plain.whole), step, "fla", "fla")
@@ -138,7 +140,7 @@ def _triton_lacks(sizes: RuleSizes, chunk_size: int) -> str | None:
     from mt_models.blocks.triton_kernels.chunk_launches import CHUNK_SIZES, WIDEST_KEY
 
     interpreted = sizes.device == "cpu" and os.environ.get("TRITON_INTERPRET") == "1"  # for tests
-    if sizes.device != "cuda" and not interpreted:
+    if sizes.device not in ("cuda", "meta") and not interpreted:
         return "its kernels run on a CUDA device; set train.device=cuda"
     if sizes.dtype != torch.bfloat16 and not interpreted:
         return "its kernels compute in bf16, with states in fp32; set precision.dtype=bf16"

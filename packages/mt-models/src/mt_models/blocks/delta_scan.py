@@ -6,7 +6,7 @@ G D + H V channels of queries, keys and values side by side. The heads are all o
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import NamedTuple, Protocol
 
 import torch
@@ -18,8 +18,8 @@ from mt_core.nn.context_parallel.masks import SegmentGatherer
 from mt_core.nn.context_parallel.ulysses import group_repeats, to_heads, to_tokens
 from mt_core.nn.context_parallel.zigzag import in_order
 from mt_core.parallel.context import Axis
+from mt_models.blocks.convolutions import PLAIN, Convolutions
 from mt_models.blocks.gated_delta_rule import DeltaInputs, recurrent_delta_rule
-from mt_models.blocks.mamba_scan import causal_conv, causal_conv_of_segments, with_past
 
 
 class DeltaRule(Protocol):
@@ -76,18 +76,14 @@ class DeltaScan:
     """The rule, one position after the other."""
     step: DeltaRule = recurrent_delta_rule
     """The same for single positions that are decoded."""
+    convolutions: Convolutions = field(default=PLAIN, kw_only=True)
 
     def __call__(
         self, mixed: Tensor, b: Tensor, a: Tensor, weights: DeltaWeights, segment_ids: Tensor | None = None
     ) -> Tensor:
         """mixed [B, S, C], b and a [B, S, H] -> [B, S, H, V]. segment_ids [B, S]: convolutions and state are reset
         between documents."""
-        wide = mixed.to(weights.conv.dtype)
-        if segment_ids is None:
-            convolved = causal_conv(wide, weights.conv, None)
-        else:
-            convolved = causal_conv_of_segments(wide, weights.conv, None, segment_ids)
-        inputs = self._inputs(convolved, mixed.dtype, b, a, weights)
+        inputs = self._inputs(self.convolutions.whole(mixed, weights.conv, None, segment_ids, True), b, a, weights)
         # The chunked form depends on where a sequence's chunks begin, and a sequence that is decoded in parts has
         # others.
         rule = self.recurrent if is_batch_invariant() else self.rule
@@ -98,20 +94,14 @@ class DeltaScan:
     ) -> tuple[Tensor, tuple[Tensor, Tensor]]:
         """The positions after a state -> [B, S, H, V], and the state behind them. past [B, k - 1, C]: the last inputs
         of the convolutions; state [B, H, D, V]."""
-        taps = weights.conv
-        convolved = causal_conv(mixed.to(taps.dtype), taps, None, past.to(taps.dtype))
-        inputs = self._inputs(convolved, mixed.dtype, b, a, weights)
-        # Cut from [past, new] and not from the new alone, which may be fewer than k - 1.
-        kept = with_past(mixed, past.shape[1], past)[:, mixed.shape[1] :]
+        convolved, kept = self.convolutions.step(mixed, weights.conv, None, past, True)
+        inputs = self._inputs(convolved, b, a, weights)
         rule = self.step if mixed.shape[1] == 1 else self.rule
         o, state = (self.recurrent if is_batch_invariant() else rule)(inputs, state=state)
         return o, (kept, state)
 
-    def _inputs(
-        self, convolved: Tensor, dtype: torch.dtype, b: Tensor, a: Tensor, weights: DeltaWeights
-    ) -> DeltaInputs:
-        # dtype: of the inputs; the taps may be fp32, in which the convolutions and the activation are computed then.
-        q, k, v = self.heads.split(F.silu(convolved).to(dtype))
+    def _inputs(self, convolved: Tensor, b: Tensor, a: Tensor, weights: DeltaWeights) -> DeltaInputs:
+        q, k, v = self.heads.split(convolved)
         beta = b.sigmoid()
         return DeltaInputs(q, k, v, self._decays(a, weights), beta if self.strength == 1.0 else beta * self.strength)
 

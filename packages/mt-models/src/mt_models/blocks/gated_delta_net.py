@@ -7,6 +7,7 @@ rank whole key heads and the value heads that they serve.
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Protocol
 
 import torch
@@ -19,6 +20,7 @@ from mt_core.nn.kernels.choice import Kernels
 from mt_core.nn.layout import Init, LayoutModule, ParameterLayout, Split, normal, ones
 from mt_core.nn.linear import RowParallelLinear
 from mt_core.parallel.context import ParallelContext
+from mt_models.blocks.convolutions import picked_convolutions
 from mt_models.blocks.delta_backends import GATED, RuleSizes, build_rules
 from mt_models.blocks.delta_scan import ContextParallelDeltaScan, DeltaHeads, DeltaScan, DeltaWeights
 from mt_models.blocks.gated_head_norm import GatedHeadNorm
@@ -109,6 +111,8 @@ class GatedDeltaNet(LayoutModule):
 
     def use_kernels(self, kernels: Kernels) -> None:
         self.rules.note("gated delta rule", kernels)
+        self.scan = replace(self.scan, convolutions=picked_convolutions(kernels, self.conv1d.weight.shape[2]))
+        self.scan_shards = ContextParallelDeltaScan(self.scan, self.ctx.cp) if self.ctx.cp.size > 1 else self.scan
 
     def forward(
         self, hidden: Tensor, pattern: AttentionPattern, angles: RotaryAngles | None = None, cache: Cache | None = None

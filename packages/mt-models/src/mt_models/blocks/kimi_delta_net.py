@@ -7,7 +7,7 @@ has, or by one: both of Ling 3.0 (2026), the gate of Kimi K3 (2026). Tensor para
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 import torch.nn.functional as F
@@ -19,6 +19,7 @@ from mt_core.nn.kernels.choice import Kernels
 from mt_core.nn.layout import Init, LayoutModule, ParameterLayout, Split, normal
 from mt_core.nn.linear import ColumnParallelLinear, RowParallelLinear
 from mt_core.parallel.context import ParallelContext
+from mt_models.blocks.convolutions import picked_convolutions
 from mt_models.blocks.delta_backends import KIMI, RuleSizes, build_rules
 from mt_models.blocks.delta_scan import ContextParallelDeltaScan, DeltaHeads, DeltaScan, DeltaWeights
 from mt_models.blocks.gated_delta_net import DeltaNetConfigLike, log_uniform
@@ -112,6 +113,8 @@ class KimiDeltaNet(LayoutModule):
 
     def use_kernels(self, kernels: Kernels) -> None:
         self.rules.note("Kimi delta rule", kernels)
+        self.scan = replace(self.scan, convolutions=picked_convolutions(kernels, self.conv1d.weight.shape[2]))
+        self.scan_shards = ContextParallelDeltaScan(self.scan, self.ctx.cp) if self.ctx.cp.size > 1 else self.scan
 
     def decay_input(self, hidden: Tensor) -> Tensor:
         """[B, S, H D] of this rank's heads, without dt_bias."""

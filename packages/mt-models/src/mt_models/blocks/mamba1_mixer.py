@@ -16,14 +16,15 @@ from torch import Tensor, nn
 
 from mt_core.nn.attention import AttentionPattern
 from mt_core.nn.cache import Cache, SequenceState
+from mt_core.nn.kernels.choice import Kernels
 from mt_core.nn.layout import Init, LayoutModule, ParameterLayout, Split, normal, ones
 from mt_core.nn.linear import RowParallelLinear, linear
 from mt_core.nn.norm import RMSNorm
 from mt_core.parallel.collectives import copy_to, reduce_from
 from mt_core.parallel.context import ParallelContext
+from mt_models.blocks.convolutions import PLAIN, picked_convolutions
 from mt_models.blocks.linear import PackedColumnParallelLinear
 from mt_models.blocks.mamba_mixer import time_step_bias, uniform
-from mt_models.blocks.mamba_scan import causal_conv, causal_conv_of_segments, with_past
 from mt_models.blocks.rotary import RotaryAngles
 from mt_models.blocks.selective_scan import selective_scan
 from mt_models.blocks.short_conv import DepthwiseConv, no_attention
@@ -61,6 +62,7 @@ class Mamba1Mixer(LayoutModule):
         by_channel = (Split(dim=0, axis="tp"),)
         self.in_proj = PackedColumnParallelLinear(hidden, (inner, inner), ctx, bias=bias, init=init)
         self.conv1d = DepthwiseConv(inner, config.mamba_conv_kernel, ctx, bias=config.mamba_conv_bias)
+        self.convolutions = PLAIN
         self.x_proj = SummedLinear(inner, sum(self.sizes), ctx, init)
         # Of whole sequences on every rank, with whole gradients: see `parameters_of_scan`.
         self.dt_layernorm = RMSNorm(rank, config.norm_epsilon, ctx, ())
@@ -71,16 +73,16 @@ class Mamba1Mixer(LayoutModule):
         self.declare("D", ParameterLayout((inner,), ones, by_channel, dtype=torch.float32))
         self.out_proj = RowParallelLinear(inner, hidden, ctx, bias=bias, init=normal(config.output_init_std))
 
+    def use_kernels(self, kernels: Kernels) -> None:
+        self.convolutions = picked_convolutions(kernels, self.conv1d.weight.shape[2])
+
     def forward(self, hidden: Tensor, segment_ids: Tensor | None, cache: Cache | None) -> Tensor:
         # [B, S, channels of this rank] each; with sequence parallelism in_proj gathers S.
         x, z = self.in_proj(hidden)
         weight, bias = self.conv1d.weight.squeeze(1), self.conv1d.bias
         if cache is not None:
             return self.out_proj(self._advance(x, weight, bias, cache) * F.silu(z))
-        if segment_ids is None:
-            x = F.silu(causal_conv(x, weight, bias))
-        else:
-            x = F.silu(causal_conv_of_segments(x, weight, bias, segment_ids))
+        x = self.convolutions.whole(x, weight, bias, segment_ids, True)
         return self.out_proj(self.scan(x, None, segment_ids)[0] * F.silu(z))
 
     def scan(self, x: Tensor, state: Tensor | None, segment_ids: Tensor | None = None) -> tuple[Tensor, Tensor]:
@@ -100,8 +102,9 @@ class Mamba1Mixer(LayoutModule):
     def _advance(self, x: Tensor, weight: Tensor, bias: Tensor | None, cache: Cache) -> Tensor:
         def advance(inputs: tuple[Tensor, ...], state: tuple[Tensor, ...]) -> tuple[Tensor, tuple[Tensor, ...]]:
             (x,), (past, before) = inputs, state
-            y, after = self.scan(F.silu(causal_conv(x, weight, bias, past)), before)
-            return y, (with_past(x, past.shape[1], past)[:, x.shape[1] :], after)
+            convolved, kept = self.convolutions.step(x, weight, bias, past, True)
+            y, after = self.scan(convolved, before)
+            return y, (kept, after)
 
         return cache.advance(self, advance, (x,))
 

@@ -13,9 +13,11 @@ import torch
 from torch import Tensor
 
 from mt_core.nn.cache import Cache, SequenceState
+from mt_core.nn.kernels.choice import Kernels
 from mt_core.nn.layout import Init, LayoutModule, ParameterLayout, Split, normal, ones
 from mt_core.nn.linear import RowParallelLinear
 from mt_core.parallel.context import ParallelContext
+from mt_models.blocks.convolutions import picked_convolutions
 from mt_models.blocks.linear import PackedColumnParallelLinear, packed_layout
 from mt_models.blocks.mamba_config import MambaLayerConfig
 from mt_models.blocks.mamba_scan import ContextParallelScan, MambaScan, ScanInputs, ScanState, ScanWeights
@@ -60,6 +62,10 @@ class MambaMixer(LayoutModule):
         self.scan = MambaScan(config.mamba_chunk_size, config.mamba_dt_lower_limit, config.mamba_dt_upper_limit)
         # `_advance` calls `scan` itself: generation has whole sequences (mt_infer refuses context parallelism).
         self.scan_shards = ContextParallelScan(self.scan, ctx.cp) if ctx.cp.size > 1 else self.scan
+
+    def use_kernels(self, kernels: Kernels) -> None:
+        self.scan = replace(self.scan, convolutions=picked_convolutions(kernels, self.conv1d.weight.shape[2]))
+        self.scan_shards = ContextParallelScan(self.scan, self.ctx.cp) if self.ctx.cp.size > 1 else self.scan
 
     def _declare_per_head(self, name: str, heads: int, init: Init) -> None:
         # fp32: A_log and dt_bias enter the exponent of a decay that is applied at every position. They are

@@ -9,7 +9,6 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import NamedTuple
 
-import torch
 import torch.nn.functional as F
 from torch import Tensor
 
@@ -18,42 +17,8 @@ from mt_core.nn.context_parallel.masks import SegmentGatherer
 from mt_core.nn.context_parallel.ulysses import group_repeats, to_heads, to_tokens
 from mt_core.nn.context_parallel.zigzag import in_order
 from mt_core.parallel.context import Axis
-from mt_models.blocks.shifted_conv import can_shift, shifted_conv
+from mt_models.blocks.convolutions import PLAIN, Convolutions
 from mt_models.blocks.state_space import chunked_scan, recurrent_scan
-
-# -- depthwise causal convolution along the sequence: y_t = b + sum_j w_j x_(t - k + 1 + j) ----------
-#
-# Shapes: B batch, S positions, C channels, k taps; the last tap is applied to the position itself.
-
-
-def causal_conv(x: Tensor, weight: Tensor, bias: Tensor | None, past: Tensor | None = None) -> Tensor:
-    """x [B, S, C], weight [C, k], bias [C] -> [B, S, C]. past: the k - 1 inputs before x; default zeros."""
-    # Decoding in parts has conv1d, whose sums those of a whole sequence equal under batch invariance.
-    if past is None and can_shift(x, weight) and not is_batch_invariant():
-        y = shifted_conv(x, weight)
-        return y if bias is None else y + bias
-    extended = with_past(x, weight.shape[1] - 1, past)
-    # conv1d takes channels before positions, [B, C, count + S], and weight [C, 1, k] with one group for each
-    # channel. No padding: the k - 1 positions in front are the past.
-    return F.conv1d(extended.transpose(1, 2), weight[:, None], bias, groups=weight.shape[0]).transpose(1, 2)
-
-
-def causal_conv_of_segments(x: Tensor, weight: Tensor, bias: Tensor | None, segment_ids: Tensor) -> Tensor:
-    """causal_conv without crossing segment boundaries: segment_ids [B, S]."""
-    length, taps = x.shape[1], weight.shape[1]
-    # A sum over taps instead of conv1d, which cannot leave out a tap by position. distance 1 is the second to last tap.
-    y = x * weight[:, -1]
-    for distance in range(1, min(taps, length)):
-        # [B, S - distance]: whether the position and the one `distance` before it are of one document
-        same_segment = segment_ids[:, distance:] == segment_ids[:, :-distance]
-        taken = x[:, :-distance] * same_segment[..., None] * weight[:, -1 - distance]
-        y = y + F.pad(taken, (0, 0, distance, 0))
-    return y if bias is None else y + bias
-
-
-def with_past(x: Tensor, count: int, past: Tensor | None) -> Tensor:
-    """[B, S, C] -> [B, count + S, C], with `past` [B, count, C] or zeros in front."""
-    return F.pad(x, (0, 0, count, 0)) if past is None else torch.cat([past, x], dim=1)
 
 
 class ScanInputs(NamedTuple):
@@ -100,14 +65,12 @@ class MambaScan:
     chunk_size: int
     dt_lower_limit: float
     dt_upper_limit: float | None
+    convolutions: Convolutions = PLAIN
 
     def __call__(self, inputs: ScanInputs, weights: ScanWeights, segment_ids: Tensor | None = None) -> Tensor:
         """-> [B, S, H, P]. segment_ids [B, S]: convolutions and state are reset between documents."""
-        if segment_ids is None:
-            parts = [causal_conv(*part) for part in _convolutions(inputs, weights)]
-        else:
-            parts = [causal_conv_of_segments(*part, segment_ids) for part in _convolutions(inputs, weights)]
-        x, b, c = _activated(parts, inputs)
+        parts = [self.convolutions.whole(*part, segment_ids, True) for part in _convolutions(inputs, weights)]
+        x, b, c = _by_head(parts, inputs)
         # The chunked form depends on where a sequence's chunks begin, and a
         # sequence that is decoded in parts has other chunks.
         if is_batch_invariant():
@@ -126,16 +89,12 @@ class MambaScan:
 
     def advance(self, inputs: ScanInputs, weights: ScanWeights, before: ScanState) -> tuple[Tensor, ScanState]:
         """The positions after a state -> [B, S, H, P], and the state behind them."""
-        parts = _convolutions(inputs, weights)
-        pasts = before[:3]
-        x, b, c = _activated([causal_conv(*part, past) for part, past in zip(parts, pasts, strict=True)], inputs)
-        # The last k - 1 inputs, before the convolution, are the past of the next call. With
-        # fewer than k - 1 new positions some of them are of the past before, so that they
-        # are cut from [past, new] and not from the new alone.
-        last_x, last_b, last_c = (
-            with_past(part[0], past.shape[1], past)[:, part[0].shape[1] :]
-            for part, past in zip(parts, pasts, strict=True)
-        )
+        advanced = [
+            self.convolutions.step(*part, past, True)
+            for part, past in zip(_convolutions(inputs, weights), before[:3], strict=True)
+        ]
+        x, b, c = _by_head([part for part, _ in advanced], inputs)
+        last_x, last_b, last_c = (last for _, last in advanced)
         dt, a = self.time_steps(inputs, weights), rates(weights)
         # A decode step has one position, for which the recurrence is less work than a chunk with its fp64 sums.
         if x.shape[1] == 1 or is_batch_invariant():
@@ -175,9 +134,9 @@ def _convolutions(inputs: ScanInputs, weights: ScanWeights) -> list[Convolution]
     ]
 
 
-def _activated(parts: list[Tensor], like: ScanInputs) -> list[Tensor]:
+def _by_head(parts: list[Tensor], like: ScanInputs) -> list[Tensor]:
     """Flat channels [B, S, C] -> heads or groups as those of `like`."""
-    return [F.silu(part).unflatten(-1, shape.shape[2:]) for part, shape in zip(parts, like[:3], strict=True)]
+    return [part.unflatten(-1, shape.shape[2:]) for part, shape in zip(parts, like[:3], strict=True)]
 
 
 # -- context parallelism, as in Megatron -------------------------------------------------------------

@@ -23,9 +23,9 @@ from mt_core.nn.layout import LayoutModule, ParameterLayout, normal, sequence_ax
 from mt_core.nn.linear import SEQUENCE_DIM
 from mt_core.parallel.collectives import gather_from
 from mt_core.parallel.context import ParallelContext
+from mt_models.blocks.convolutions import with_past
 from mt_models.blocks.gated_streams import GatedStreamsConfigLike, StreamNorm
 from mt_models.blocks.linear import ReplicatedLinear
-from mt_models.blocks.mamba_scan import with_past
 from mt_models.blocks.ngram_ids import NGramTable
 
 LEAST = 1e-6

@@ -8,6 +8,7 @@ The convolution is causal and depthwise: a channel of a position is a sum over t
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from typing import Protocol
 
 import torch
@@ -18,12 +19,13 @@ from mt_core.nn.cache import Cache, SequenceState
 from mt_core.nn.context_parallel.masks import SegmentGatherer
 from mt_core.nn.context_parallel.ulysses import to_heads, to_tokens
 from mt_core.nn.context_parallel.zigzag import in_order
+from mt_core.nn.kernels.choice import Kernels
 from mt_core.nn.layout import LayoutModule, ParameterLayout, Split, normal, zeros
 from mt_core.nn.linear import RowParallelLinear
 from mt_core.parallel.context import Axis, ParallelContext
+from mt_models.blocks.convolutions import PLAIN, Convolutions, picked_convolutions, plain_conv
 from mt_models.blocks.linear import PackedColumnParallelLinear
 from mt_models.blocks.mamba_mixer import uniform
-from mt_models.blocks.mamba_scan import causal_conv, causal_conv_of_segments, with_past
 from mt_models.blocks.rotary import RotaryAngles
 from mt_models.blocks.transformer import LayerConfigLike, TransformerLayer
 
@@ -61,7 +63,15 @@ class ShortConvolution(nn.Module):
         )
         self.conv = DepthwiseConv(hidden, config.conv_kernel, ctx, bias=bias)
         self.out_proj = RowParallelLinear(hidden, hidden, ctx, bias=bias, init=normal(config.output_init_std))
-        self.convolve_shards = ConvolutionOfShards(ctx.cp) if ctx.cp.size > 1 else convolve
+        self.cp = ctx.cp
+        self._use(PLAIN)
+
+    def use_kernels(self, kernels: Kernels) -> None:
+        self._use(picked_convolutions(kernels, self.conv.weight.shape[2]))
+
+    def _use(self, convolutions: Convolutions) -> None:
+        self.convolutions, whole = convolutions, convolutions.whole
+        self.convolve_shards = ConvolutionOfShards(self.cp, whole) if self.cp.size > 1 else whole
 
     def forward(self, x: Tensor, pattern: AttentionPattern, cache: Cache | None) -> Tensor:
         # [B, S, channels of this rank] each; with sequence parallelism in_proj gathers S.
@@ -76,8 +86,8 @@ class ShortConvolution(nn.Module):
     def _advance(self, x: Tensor, weight: Tensor, bias: Tensor | None, cache: Cache) -> Tensor:
         def advance(inputs: tuple[Tensor, ...], state: tuple[Tensor, ...]) -> tuple[Tensor, tuple[Tensor, ...]]:
             (x,), (past,) = inputs, state
-            # Of [past, new] the last k - 1: fewer new positions than that leave some of the past.
-            return causal_conv(x, weight, bias, past), (with_past(x, past.shape[1], past)[:, x.shape[1] :],)
+            mixed, kept = self.convolutions.step(x, weight, bias, past)
+            return mixed, (kept,)
 
         return cache.advance(self, advance, (x,))
 
@@ -87,19 +97,12 @@ class ShortConvolution(nn.Module):
         return SequenceState((((taps - 1, channels), self.in_proj.weight.dtype),))
 
 
-def convolve(x: Tensor, weight: Tensor, bias: Tensor | None, segment_ids: Tensor | None) -> Tensor:
-    """x [B, S, C] -> the same; documents of a packed sequence see nothing of one another."""
-    if segment_ids is None:
-        return causal_conv(x, weight, bias)
-    return causal_conv_of_segments(x, weight, bias, segment_ids)
-
-
 class ConvolutionOfShards:
-    """`convolve` for tensors in zig-zag shards: an all-to-all gives each rank whole sequences of its share
-    of the channels, and a second one sends the results back. Collective."""
+    """`plain_conv`, or what computes the same, for tensors in zig-zag shards: an all-to-all gives each rank whole
+    sequences of its share of the channels, and a second one sends the results back. Collective."""
 
-    def __init__(self, axis: Axis) -> None:
-        self.axis = axis
+    def __init__(self, axis: Axis, convolve: Callable[..., Tensor] = plain_conv) -> None:
+        self.axis, self._convolve = axis, convolve
         self.gather_segments = SegmentGatherer(
             axis, lambda shards: in_order(shards.movedim(0, 1).flatten(1, 2), 1, axis.size)
         )
@@ -110,7 +113,7 @@ class ConvolutionOfShards:
         (whole,) = to_heads((x[..., None],), self.axis)
         taps, biases = (None if part is None else part.chunk(self.axis.size)[self.axis.rank] for part in (weight, bias))
         assert taps is not None
-        mixed = convolve(whole.squeeze(-1), taps, biases, self.gather_segments(segment_ids))
+        mixed = self._convolve(whole.squeeze(-1), taps, biases, self.gather_segments(segment_ids))
         return to_tokens(mixed[..., None], self.axis).squeeze(-1)
 
 

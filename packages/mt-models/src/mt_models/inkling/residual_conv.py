@@ -15,9 +15,8 @@ from mt_core.nn.cache import Cache, SequenceState
 from mt_core.nn.layout import LayoutModule, ParameterLayout, Split, sequence_axes
 from mt_core.parallel.collectives import gather_from
 from mt_core.parallel.context import ParallelContext
+from mt_models.blocks.convolutions import causal_conv, plain_conv, with_past
 from mt_models.blocks.mamba_mixer import uniform
-from mt_models.blocks.mamba_scan import causal_conv, with_past
-from mt_models.blocks.short_conv import convolve
 
 
 class ResidualConv(LayoutModule):
@@ -48,7 +47,7 @@ class ResidualConv(LayoutModule):
         elif self.divides_sequence:
             mixed = self._convolve_shard(wide, pattern.segment_ids)
         else:
-            mixed = convolve(wide, self.taps, None, pattern.segment_ids)
+            mixed = plain_conv(wide, self.taps, None, pattern.segment_ids)
         return (wide + mixed).to(x.dtype)
 
     @property
@@ -68,7 +67,7 @@ class ResidualConv(LayoutModule):
         start = max(first - (self.weight.shape[2] - 1), 0)
         read = gather_from(x, 1, tp)[:, start : first + length]
         segments = None if segment_ids is None else segment_ids[:, start : first + length]
-        return convolve(read, self.taps, None, segments)[:, first - start :]
+        return plain_conv(read, self.taps, None, segments)[:, first - start :]
 
     def cached_state(self) -> SequenceState:
         """The last k - 1 inputs."""

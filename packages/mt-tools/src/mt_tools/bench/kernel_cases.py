@@ -139,6 +139,20 @@ def residual_cases(machine: Machine, sizes: Sizes) -> Iterator[KernelCase]:
     )
 
 
+def convolution_cases(machine: Machine, sizes: Sizes) -> Iterator[KernelCase]:
+    """Queries, keys and values of a gated delta net, which are as wide as two streams."""
+    width, taps = 2 * sizes.hidden, 4
+    x, weight = random(machine, 1, sizes.tokens, width), random(machine, width, taps)
+    size = x.numel() * x.element_size()
+
+    def call(function: Callable[..., Any]) -> Tensor:
+        return function(x, weight, None, silu=True)
+
+    # Forward: x in, y out. Backward: x and dy in, dx out.
+    label = f"{sizes.tokens} x {width}, {taps} taps"
+    yield KernelCase("causal_conv", label, taps, call, differentiated(call, x, weight), 2 * size, 5 * size)
+
+
 def softmax_cases(machine: Machine, sizes: Sizes) -> Iterator[KernelCase]:
     scores = random(machine, *sizes.scores)
     size = scores.numel() * scores.element_size()
@@ -251,4 +265,14 @@ def fp8_cases(machine: Machine, sizes: Sizes) -> Iterator[KernelCase]:
         yield KernelCase("fp8_cast", f"{name} {label}", sizes.hidden, None, step, step_bytes=float(moved * size))
 
 
-CASES = (norm_cases, rotary_cases, activation_cases, residual_cases, softmax_cases, loss_cases, adamw_cases, fp8_cases)
+CASES = (
+    norm_cases,
+    rotary_cases,
+    activation_cases,
+    residual_cases,
+    convolution_cases,
+    softmax_cases,
+    loss_cases,
+    adamw_cases,
+    fp8_cases,
+)

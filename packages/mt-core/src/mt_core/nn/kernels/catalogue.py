@@ -17,6 +17,7 @@ from mt_core.nn.kernels.request import (
     supports_triton,
     supports_triton_adamw,
     supports_triton_rows,
+    supports_triton_taps,
 )
 
 
@@ -31,12 +32,17 @@ class Implementation:
       linear_qkv. norms: HeadNorms of the reference, or None; what they give is not rounded before it is turned.
     - Of the activation, (x [R, F] or [R, 2F], weights [R], name) -> activation(x) times the weight of each row.
     - Of fp8_cast, the function itself: its casts compute the activations (Activated) that they are given.
+    - Of causal_conv, (x [B, S, C], weight, bias, past [B, k - 1, C], silu) -> the same behind past, and the last k - 1
+      inputs; without gradients.
+
+    automatic: `auto` takes it. A kernel that has not run on a GPU is used where it is named.
     """
 
     name: str
     supports: Supports
     function: Lazy[Callable[..., Any]]
     fused: Lazy[Callable[..., Any]] | None = None
+    automatic: bool = True
 
 
 def _torch(reference: str) -> Implementation:
@@ -60,6 +66,16 @@ def _triton_fp8_cast() -> Implementation:
 
 def _external(package: str, function: str, supports: Supports) -> Implementation:
     return Implementation(package, supports, Lazy(f"mt_core.nn.kernels.external.{package}:{function}"))
+
+
+def _torch_conv() -> Implementation:
+    step: Lazy[Callable[..., Any]] = Lazy("mt_core.nn.kernels.reference.causal_conv:causal_conv_step")
+    return replace(_torch("causal_conv:causal_conv"), fused=step)
+
+
+def _triton_conv() -> Implementation:
+    step: Lazy[Callable[..., Any]] = Lazy("mt_core.nn.kernels.triton_kernels.causal_conv:causal_conv_step")
+    return replace(_triton("causal_conv:causal_conv", supports_triton_taps), fused=step, automatic=False)
 
 
 _WEIGHTED_ACTIVATION: Lazy[Callable[..., Any]] = Lazy(
@@ -124,4 +140,5 @@ KERNELS: Mapping[KernelName, tuple[Implementation, ...]] = {
         Implementation("torch", supports_torch, Lazy("mt_core.nn.kernels.reference.fp8_casts:TorchCasts")),
         _triton_fp8_cast(),
     ),
+    "causal_conv": (_torch_conv(), _triton_conv()),
 }

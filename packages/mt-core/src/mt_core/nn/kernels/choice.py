@@ -74,6 +74,8 @@ def _automatic(kernel: KernelName, request: KernelRequest) -> Choice:
     known = {implementation.name: implementation for implementation in KERNELS[kernel]}
     if request.device_type != "cuda":
         return Choice(kernel, known["torch"], f"auto on {request.device_type}", automatic=True)
+    if not known["triton"].automatic:
+        return Choice(kernel, known["torch"], "auto: triton has not run on a GPU, and is used if named", automatic=True)
     answer = known["triton"].supports(request)
     # KERNELS has "torch" and "triton" for every kernel.
     if answer is True:

@@ -24,6 +24,7 @@ KernelName = Literal[
     "linear_cross_entropy_sum",
     "adamw",
     "fp8_cast",
+    "causal_conv",
 ]
 
 Feature = Literal[
@@ -52,7 +53,7 @@ class KernelRequest:
 
     dtype: of the activations, or of the weights for the optimizer ("float32", "bfloat16", "float16", "float64").
     width: the size that the kernel works on as a whole, where it has one: the normalized dimension, the head size,
-    keys of a softmax, ids of this rank's vocabulary.
+    keys of a softmax, ids of this rank's vocabulary, taps of a convolution.
     """
 
     device_type: str
@@ -99,6 +100,17 @@ def supports_triton_rows(request: KernelRequest) -> bool | str:
 def supports_triton_adamw(request: KernelRequest) -> bool | str:
     if request.dtype == "float16":
         return "its weights are float32, or bfloat16 with 16-bit remainders"
+    return supports_triton(request)
+
+
+MOST_TAPS = 4
+"""Taps of the convolution whose backward pass fits into registers."""
+
+
+def supports_triton_taps(request: KernelRequest) -> bool | str:
+    """Ours that computes a short convolution."""
+    if request.width > MOST_TAPS:
+        return f"it has at most {MOST_TAPS} taps, not {request.width}"
     return supports_triton(request)
 
 

@@ -47,7 +47,7 @@ class ChunkShape:
 
     @property
     def chunks(self) -> int:
-        """Of a sequence."""
+        """Chunks of a sequence."""
         return -(-self.length // self.size)
 
     @property
@@ -119,12 +119,12 @@ class ChunkGradients(NamedTuple):
 
 
 def precision_of(x: Tensor) -> str:
-    """Of products: those of 16-bit operands are exact; fp32 is taken apart into three TF32 numbers."""
+    """Precision of products: those of 16-bit operands are exact; fp32 is taken apart into three TF32 numbers."""
     return "tf32x3" if x.dtype == torch.float32 else "tf32"
 
 
 def strides_of(*tensors: Tensor) -> tuple[int, ...]:
-    """Of rows, positions and heads of each [B, S, H, C]."""
+    """Strides of rows, positions and heads of each [B, S, H, C]."""
     strides: list[int] = []
     for x in tensors:
         strides += x.stride()[:3]
