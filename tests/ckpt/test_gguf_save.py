@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import struct
 from pathlib import Path
 from typing import Any
@@ -14,6 +15,7 @@ import torch
 from tests.ckpt.convert_cases import LLAMA
 from tests.ckpt.convert_cases import MODELS as FAMILIES
 from tests.ckpt.test_gguf_tokenizer import SPLITTINGS, TEXTS, trained
+from tests.peer.gguf_models import BESIDE_TOWERS
 from tests.peer.gguf_models import MODELS as IN_LLAMA_CPP
 from tokenizers import Tokenizer
 
@@ -107,6 +109,30 @@ def test_what_is_read_computes_the_same(keys: dict[str, Any], make_model, host, 
     convert(tmp_path / "g", tmp_path / "back", saver="mt", host=host)
     ours, theirs = (logits_of(path, host) for path in (source, tmp_path / "back"))
     assert ours.std() > 0
+    torch.testing.assert_close(theirs, ours, rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", BESIDE_TOWERS)
+def test_a_decoder_beside_a_tower_is_written_and_read_as_one(name: str, make_model, host, tmp_path: Path) -> None:
+    """From Hugging Face's format too. Names are those that the package knows, and the tower is reported as left out."""
+    source = make_model(**BESIDE_TOWERS[name])
+    report = convert(source, tmp_path / "g", saver="gguf", host=host)
+    tower = [name for name in open_checkpoint(source).shapes() if name.startswith("model.vision_")]
+    assert report.num_omitted_tensors == len(tower) > 0
+    convert(source, tmp_path / "hf", saver="hf", host=host)
+    assert convert(tmp_path / "hf", tmp_path / "h", saver="gguf", host=host).num_omitted_tensors == len(tower)
+    read, other = (gguf.GGUFReader(tmp_path / folder / f"{folder}.gguf") for folder in "gh")
+    architecture = next(kind for kind, known in gguf.MODEL_ARCH_NAMES.items() if known == name)
+    known = {gguf.TENSOR_NAMES[kind].format(bid=0) for kind in gguf.MODEL_TENSORS[architecture]}
+    first = {tensor.name for tensor in read.tensors if not re.match(r"blk\.[1-9]", tensor.name)}
+    assert {tensor.rpartition(".")[0] for tensor in first} <= known
+    stored = {tensor.name: tensor.data for tensor in other.tensors}
+    assert len(stored) == len(read.tensors)
+    for tensor in read.tensors:
+        np.testing.assert_array_equal(tensor.data, stored[tensor.name])
+    convert(tmp_path / "g", tmp_path / "back", saver="mt", host=host)
+    ours, theirs = (logits_of(path, host) for path in (source, tmp_path / "back"))
     torch.testing.assert_close(theirs, ours, rtol=1e-4, atol=1e-5)
 
 

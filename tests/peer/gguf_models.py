@@ -68,6 +68,27 @@ ENCODERS: dict[str, dict[str, Any]] = {
     },
 }
 
+TOWER = {"num_layers": 2, "hidden_size": 32, "num_attention_heads": 4, "patch_dim": 2}
+INSIDE = {key: value for key, value in GROUPED.items() if key != "vocab_size"}
+BESIDE_TOWERS: dict[str, dict[str, Any]] = {
+    "qwen2vl": {
+        "family": "qwen_vl",
+        "vision_model": {**TOWER, "full_attention_layers": [1], "window_size": 8},
+        "language_model": {**INSIDE, "mrope_section": [4, 2, 2]},
+    },
+    "qwen3vl": {
+        "family": "qwen3_vl",
+        "vision_model": {**TOWER, "num_position_embeddings": 16, "deepstack_layers": [0]},
+        "language_model": {**INSIDE, "kv_channels": 32, "mrope_section": [6, 5, 5]},
+    },
+    "qwen3vlmoe": {
+        "family": "qwen3_vl",
+        "vision_model": {**TOWER, "num_position_embeddings": 16, "deepstack_layers": [0]},
+        "language_model": {**INSIDE, "kv_channels": 32, "mrope_section": [6, 5, 5], "moe": NARROW},
+    },
+}
+BESIDE_TOWERS = {name: {**keys, "vocab_size": VOCAB, "image_token_index": 500} for name, keys in BESIDE_TOWERS.items()}
+
 T5 = {key: value for key, value in SHAPE.items() if key != "max_position_embeddings"}
 T5 |= {"family": "t5", "decoder_num_layers": 3, "kv_channels": 32, "ffn_hidden_size": 96}
 ENCODER_DECODERS: dict[str, dict[str, Any]] = {

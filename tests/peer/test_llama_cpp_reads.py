@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 import torch
 from tests.peer.environment import peer_with
-from tests.peer.gguf_models import ENCODER_DECODERS, ENCODERS, MODELS, VOCAB, save_model
+from tests.peer.gguf_models import BESIDE_TOWERS, ENCODER_DECODERS, ENCODERS, MODELS, VOCAB, save_model
 
 from mt_ckpt.convert import convert
 from mt_ckpt.convert.reader_loss import token_inputs
@@ -83,6 +83,19 @@ def test_the_same_logits_of_a_decoder_behind_an_encoder(name: str, host: Any, tm
         ours = loaded(source, host)(torch.tensor([first]), torch.tensor([second]))[0].numpy()
     assert np.abs(ours - theirs).max() < 0.01 * ours.std()
     assert (ours.argmax(axis=1) == theirs.argmax(axis=1)).all()
+
+
+@pytest.mark.parametrize("name", BESIDE_TOWERS)
+def test_the_same_logits_of_a_decoder_beside_a_tower(name: str, host: Any, tmp_path: Path) -> None:
+    """In a text all axes of a position are the same; the file has the decoder alone, and is read as one."""
+    source = save_model(tmp_path / "source", BESIDE_TOWERS[name], host)
+    convert(source, tmp_path / "m", saver="gguf", host=host)
+    convert(tmp_path / "m", tmp_path / "back", saver="mt", host=host)
+    theirs = ask(tmp_path, file=str(tmp_path / "m" / "m.gguf"), ids=IDS)["logits"]
+    with torch.no_grad():
+        ours = loaded(source, host)(torch.tensor([IDS]))[0].numpy()
+    assert np.abs(ours - theirs).max() < 0.01 * ours.std()
+    np.testing.assert_allclose(our_logits(tmp_path / "back", host, IDS), ours, rtol=1e-4, atol=1e-5)
 
 
 @pytest.mark.parametrize("name", ENCODERS)

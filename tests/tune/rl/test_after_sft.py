@@ -60,4 +60,4 @@ def test_reinforcement_learning_takes_template_and_adapter_of_fine_tuning(
 
     count = sum(tensor.numel() for tensor in safetensors.torch.load_file("peft/adapter_model.safetensors").values())
     assert f"{count:,} parameters of a gpt model" in written.out
-    assert "other 8 tensors are left to the base" in written.out
+    assert "other 8 tensors are left to another file" in written.out

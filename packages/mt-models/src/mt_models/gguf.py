@@ -108,7 +108,7 @@ class GGUFFamily:
         )
         architecture = next(fitting, None)
         if architecture is None:
-            kinds = ", ".join(candidate.model_type for candidate in self.architectures)
+            kinds = ", ".join(dict.fromkeys(candidate.model_type for candidate in self.architectures))
             raise ConfigError(
                 f"a model of the type {model_type} cannot be written as GGUF; of this family can: {kinds}"
             )

@@ -183,7 +183,9 @@ def describe(report: Report, save_dir: str, *, dry_run: bool) -> list[str]:
         return [*lines, *_left_out(report), *report.notes, *_files_left_out(report)]
     lines = [f"{save_dir}: written as {report.saver}: {amount}", *unread]
     if report.num_omitted_tensors:
-        lines.append(f"the model's other {report.num_omitted_tensors} tensors are left to the base")
+        lines.append(
+            f"the model's other {report.num_omitted_tensors} tensors are left to another file, such as the base"
+        )
     lines += [*_left_out(report), *report.notes, *_files_left_out(report)]
     checked = report.verification
     if checked is not None:

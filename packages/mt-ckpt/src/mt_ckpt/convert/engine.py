@@ -206,11 +206,13 @@ def _write(write: ConvertCheckpoint, target: Path, source: Source, options: Conv
 def _written_names(target: Path, saver: str, prepared: Prepared, host: PluginHost) -> set[str]:
     """Canonical names of what the target holds. Raises CheckpointError unless that is the whole model.
 
-    By opening the target where a loader of the format is installed, else by what the saver has read.
+    By opening the target where a loader of the format is installed and the format holds all of the model, else by what
+    the saver has read.
     """
-    # A saver of a plugin may have no loader beside it.
-    if not host[CHECKPOINT_LOADERS].owners(saver):
-        accounted = prepared.source.read_names | prepared.source.omitted_names
+    source = prepared.source
+    # A saver of a plugin may have no loader beside it; of a part of a model the loader makes another one.
+    if source.omitted_names or not host[CHECKPOINT_LOADERS].owners(saver):
+        accounted = source.read_names | source.omitted_names
         unread = [name for name in prepared.parameters if MODEL + name not in accounted]
         if unread:
             raise CheckpointError(f"{target}: the saver {saver} left out {', '.join(unread[:8])}")

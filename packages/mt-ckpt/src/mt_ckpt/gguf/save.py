@@ -30,6 +30,7 @@ from mt_ckpt.model import model_config
 from mt_ckpt.writing.options import refuse, refuse_layout
 from mt_ckpt.writing.output_folders import output_folder
 from mt_ckpt.writing.resumable import work_key
+from mt_core.checkpoint_lookup import MODEL
 from mt_core.checkpoint_specs import CheckpointReader, ConvertOptions
 from mt_core.errors import ConfigError
 from mt_core.plugins import PluginHost
@@ -82,6 +83,8 @@ def _plan(source: CheckpointReader, options: ConvertOptions, host: PluginHost) -
     architecture = family.architecture_for(external)
     values = _model_metadata(architecture, external)
     outputs = Outputs(source, family, model)  # type: ignore[arg-type]
+    if left_out := outputs.left_out():
+        source.omit(MODEL + name for name in left_out)  # type: ignore[attr-defined]  # conversions have it
     importance = _importance(options, outputs)
     described = _described(architecture.name, values, bool(importance))
     further = architecture.further(external)

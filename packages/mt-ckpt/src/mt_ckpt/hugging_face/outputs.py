@@ -34,6 +34,10 @@ class Outputs:
                 infos[name], self._made_of[name] = info, rule.ours
         self.infos: Mapping[str, TensorInfo] = infos
 
+    def left_out(self) -> list[str]:
+        """Canonical names of parameters that the format leaves to another file."""
+        return [rule.ours for rule in self._rules.values() if not rule.sources]
+
     def made_of(self, name: str) -> str:
         """The canonical name of what an external tensor is a part of."""
         return self._made_of[name]

@@ -41,4 +41,10 @@ ARCHITECTURES = tuple(
     for name in ("qwen2", "qwen3")
 )
 
-GGUF = GGUFFamily(family="qwen", architectures=ARCHITECTURES, name_map=name_map, copies=tied_output)
+# Decoders of models with an image tower, whose positions are the same in texts; they are read and not written.
+WITH_TOWER = tuple(
+    GGUFArchitecture(name, kind, DENSE, read_shape, write, applies=lambda external: False)
+    for name, kind in (("qwen2vl", "qwen2"), ("qwen3vl", "qwen3"))
+)
+
+GGUF = GGUFFamily(family="qwen", architectures=(*ARCHITECTURES, *WITH_TOWER), name_map=name_map, copies=tied_output)

@@ -142,4 +142,11 @@ GLM4 = GGUFArchitecture(
     write=write_glm,
 )
 
-GGUF = GGUFFamily(family="qwen_moe", architectures=(QWEN2, QWEN3, GLM4), name_map=name_map, copies=tied_output)
+# The decoder of a model with an image tower, whose positions are the same in texts; it is read and not written.
+WITH_TOWER = GGUFArchitecture(
+    "qwen3vlmoe", QWEN3.model_type, QWEN3.keys, read_qwen3, write_qwen, applies=lambda external: False
+)
+
+GGUF = GGUFFamily(
+    family="qwen_moe", architectures=(QWEN2, QWEN3, GLM4, WITH_TOWER), name_map=name_map, copies=tied_output
+)

@@ -13,6 +13,7 @@ SPEC = ModelSpec(
     presets=Lazy("mt_models.qwen_vl.config:PRESETS"),
     name_maps={
         "hf": Lazy("mt_models.qwen_vl.hugging_face:HUGGING_FACE"),
+        "gguf": Lazy("mt_models.qwen_vl.gguf:GGUF"),
         "megatron": Lazy("mt_models.qwen_vl.config:MEGATRON"),
     },
     training_flops=Lazy("mt_models.qwen_vl.config:training_flops"),
