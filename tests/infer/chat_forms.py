@@ -371,6 +371,15 @@ FORMS = {
         between=", ",
         after="]",
     ),
+    "phi4_mini": Published(
+        f'{{"name": "get_weather", "arguments": {JSON}}}',
+        '{"name": "now", "arguments": {}}',
+        # Earlier calls are texts of the assistant.
+        "{#- <|tool|> <|/tool|> #}",
+        before="functools[",
+        between=", ",
+        after="]",
+    ),
     "tool_calls_list": Published(
         f'<tool_calls>[{{"name": "get_weather", "arguments": {JSON}}}',
         '{"name": "now", "arguments": {}}',

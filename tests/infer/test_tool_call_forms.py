@@ -85,11 +85,14 @@ def cases(published: Published) -> list[tuple[str, str, list]]:
     ]
 
 
-@pytest.mark.parametrize("form", sorted({*FORMS} - {"harmony", "muse_glimmer"}))
+@pytest.mark.parametrize("form", FORMS)
 def test_what_is_no_complete_call_is_content(form: str) -> None:
     """An answer that ends within a call, wherever: its text is content, and no call is made of a part of one."""
-    text = FORMS[form].one
-    for end in range(len(FORMS[form].before) + 1, len(text) - len(FORMS[form].after) - 30, 5):
+    published = FORMS[form]
+    # What is before a message is reasoning, and white space alone is nothing.
+    framed = BY_NAME[form].frame is not None
+    text, first = (published.call, 3) if framed else (published.one, len(published.before) + 1)
+    for end in range(first, len(text) - len(published.after) - 30, 5):
         part = parsed(form, text[:end])
         assert (part.content, part.calls) == (text[:end], []), text[:end]
         assert parsed(form, text[:end], 1) == part
@@ -106,6 +109,46 @@ def test_a_mark_within_an_argument_and_in_front_of_a_call() -> None:
     assert calls_of(parsed("llama3_json", llama4, 1)) == [WEATHER]
     part = parsed("kimi_k2", FORMS["kimi_k2"].one + " Done.", 3)
     assert (part.content, [call.id for call in part.calls]) == (" Done.", ["functions.get_weather:0"])
+
+
+def test_calls_of_messages_that_are_no_calls_are_content_with_their_heads() -> None:
+    head = "<|channel|>commentary to=functions.get_weather <|constrain|>json<|message|>"
+    assert parsed("harmony", f'{head}{{"note": "a').content == f'{head}{{"note": "a'
+    part = parsed("harmony", f"<|channel|>final<|message|>Yes.<|end|><|start|>assistant{head}[3]<|call|>", 1)
+    assert (part.content, part.calls) == (f"Yes.<|start|>assistant{head}[3]<|call|>", [])
+
+
+@pytest.mark.parametrize("cut", [None, 1])
+def test_calls_of_mistral_without_arguments(cut: int | None) -> None:
+    """The name alone, of a function that needs no arguments."""
+    for text in ("[TOOL_CALLS]now[ARGS]", "[TOOL_CALLS]now", "[TOOL_CALLS]now[ARGS]{}", "[TOOL_CALLS]now[ARGS] {}"):
+        assert calls_of(parsed("mistral", text, cut)) == [NOW], text
+        assert calls_of(parsed("mistral", FORMS["mistral"].call + text, cut)) == [WEATHER, NOW], text
+        assert calls_of(parsed("mistral", text + FORMS["mistral"].call, cut)) == [NOW, WEATHER], text
+    for text in ("[TOOL_CALLS]get_weather[ARGS]", "[TOOL_CALLS]later", "[TOOL_CALLS]no"):
+        part = parsed("mistral", text, cut)
+        assert (part.content, part.calls) == (text, [])
+
+
+def test_a_template_that_writes_texts_alone_gets_tools_and_calls_as_texts() -> None:
+    """Phi-4-mini's: functions are a text of the system message."""
+    source = (
+        "{%- for message in messages %}{{- '<|' + message.role + '|>' + message.content }}"
+        "{%- if message.role == 'system' and message.tools %}"
+        "{{- '<|tool|>' + message.tools + '<|/tool|>' }}{%- endif %}"
+        "{{- '<|end|>' }}{%- endfor %}{%- if add_generation_prompt %}{{- '<|assistant|>' }}{%- endif %}"
+    )
+    template = ChatTemplate("phi4", source, {}, eod_after_answer=False)
+    chat = ChatFormat(template, ByteLevelTokenizer())
+    chat._process = InProcess(template)
+    tools = [{"type": "function", "function": FUNCTIONS[1]}]
+    listed = json.dumps([FUNCTIONS[1]])
+    first = {"role": "system", "content": "Help."}
+    text = chat.text([first, *messages("phi4_mini")[:1]], tools)
+    assert text == f"<|system|>Help.<|tool|>{listed}<|/tool|><|end|><|user|>Weather?<|end|><|assistant|>"
+    text = chat.text(messages("phi4_mini"), tools)
+    assert text.startswith(f"<|system|><|tool|>{listed}<|/tool|><|end|><|user|>Weather?<|end|><|assistant|>functools[")
+    assert "<|tool|>result call_0<|end|>" in text
 
 
 # -- what templates write --------------------------------------------------------------------------

@@ -248,3 +248,9 @@ def test_a_required_call_is_made_by_any_model(form: str) -> None:
 
         with pytest.raises(openai.BadRequestError, match='no tool is named "h"'):
             client.chat.completions.create(**asked, tools=tools, tool_choice=missing)
+        with pytest.raises(openai.BadRequestError, match='two functions are named \\\\?"f"'):
+            client.chat.completions.create(**asked, tools=[*tools, tools[0]])
+        with pytest.raises(openai.BadRequestError, match='two functions are named \\\\?"f"'):
+            client.responses.create(
+                model="tiny", input="?", tools=[{"type": "function", "name": "f", "parameters": parameters}] * 2
+            )

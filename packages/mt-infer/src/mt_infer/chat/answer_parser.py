@@ -327,6 +327,8 @@ class FrameDivider:
         self._held = ""
         self._body: tuple[BodyKind, str] | None = None
         """Kind and function of the message whose body is read; None: a header is next."""
+        self._head = ""
+        """The header and its mark, as they came."""
         self._seen: set[BodyKind] = set()
         self._ends = (*frame.ends, frame.start)
 
@@ -346,7 +348,7 @@ class FrameDivider:
             place, mark = min(places)
             # The mark of the next header belongs to that.
             end = place if mark == self.frame.start else place + len(mark)
-            self._show(part, self._held[:place], is_whole=True)
+            self._show(part, self._held[:place], is_whole=True, mark=self._held[place:end])
             self._held, self._body = self._held[end:], None
             return bool(self._held)
         if is_end:
@@ -367,13 +369,19 @@ class FrameDivider:
         place = self._held.find(self.frame.message)
         if may_be and place >= 0:
             body = self.frame.kind_of(self._held[:place])
-            self._held = self._held[place + len(self.frame.message) :]
+            self._head = self._held[: place + len(self.frame.message)]
+            self._held = self._held[len(self._head) :]
         elif may_be and not is_end and len(start) < LONGEST_HEADER:
             return False
         else:
             body = ("content", "")
         self._body = body
         self._begin_paragraph(part, body[0])
+        if body[0] == "content" and self._held.lstrip().startswith(self.frame.start) and place < 0:
+            # Its header is not complete. The mark would end the message that it begins.
+            end = self._held.index(self.frame.start) + len(self.frame.start)
+            part.content += self._held[:end]
+            self._held = self._held[end:]
         return True
 
     def _begin_paragraph(self, part: AnswerPart, kind: BodyKind) -> None:
@@ -382,7 +390,8 @@ class FrameDivider:
             self._show(part, "\n\n", is_whole=False)
         self._seen.add(kind)
 
-    def _show(self, part: AnswerPart, text: str, *, is_whole: bool) -> None:
+    def _show(self, part: AnswerPart, text: str, *, is_whole: bool, mark: str = "") -> None:
+        """mark: the one that ended the text."""
         assert self._body is not None
         kind, name = self._body
         calls = self.frame.read(name, text, self.schemas) if kind == "call" and is_whole else None
@@ -390,5 +399,8 @@ class FrameDivider:
             part.calls += calls
         elif kind == "reasoning":
             part.reasoning += text
+        elif kind == "call":
+            # No complete call: as it came, with the name of the function.
+            part.content += self._head + text + mark
         else:
             part.content += text

@@ -22,7 +22,14 @@ from mt_data.datasets.sft.chat_templates import (
 from mt_data.datasets.sounds.rules import MARK as SOUND_MARK
 from mt_data.datasets.text_files import bare_encoder
 from mt_infer.chat.answer_parser import AnswerParser
-from mt_infer.chat.history import SHAPES, CallShape, is_written, probe_messages, shaped_history
+from mt_infer.chat.history import (
+    SHAPES,
+    CallShape,
+    is_written,
+    probe_messages,
+    shaped_history,
+    with_tools_of_system,
+)
 from mt_infer.chat.partners import Message
 from mt_infer.chat.reasoning import is_open, reasoning_key, reasoning_of_template
 from mt_infer.chat.template_process import TemplateProcess
@@ -110,7 +117,10 @@ class ChatFormat:
         formed = [{**message, "content": self._form(message.get("content"))} for message in messages]
         has_calls = any(message.get("tool_calls") for message in messages)
         shape = self._call_shape if has_calls else SHAPES[0]
-        return self._rendered(shaped_history(formed, shape, self._reasoning_key, self.calls), tools, options)
+        history = shaped_history(formed, shape, self._reasoning_key, self.calls)
+        if tools and self.calls is not None and self.calls.as_text is not None:
+            history = with_tools_of_system(history, tools)
+        return self._rendered(history, tools, options)
 
     def beginning(self, prompt: Sequence[int]) -> AnswerBeginning:
         """What an answer to this prompt may have before its content."""

@@ -83,11 +83,29 @@ def _shaped(message: Message, shape: CallShape, reasoning_key: str | None, ids: 
     if message.get("tool_calls"):
         shaped["tool_calls"] = [_call(call, shape, ids) for call in message["tool_calls"]]
         shaped["content"] = shaped.get("content") or shape.content
+        if ids.form is not None and ids.form.as_text is not None:
+            shaped["content"] = f"{shaped['content'] or ''}{ids.form.as_text(_named(shaped.pop('tool_calls')))}"
     number = message.get("tool_call_id")
     if number in ids.known:
         shaped["tool_call_id"], name = ids.known[number]
         shaped.setdefault("name", name)
     return shaped
+
+
+def _named(calls: Iterable[Mapping[str, Any]]) -> list[tuple[str, Any]]:
+    """Functions and arguments, which are objects."""
+    functions = [call["function"] for call in calls]
+    arguments = [function.get("arguments", {}) for function in functions]
+    objects = [json.loads(value) if isinstance(value, str) else value for value in arguments]
+    return [(function["name"], value) for function, value in zip(functions, objects, strict=True)]
+
+
+def with_tools_of_system(messages: Sequence[Message], tools: Sequence[Mapping[str, Any]]) -> list[Message]:
+    """The messages with the functions as a text in JSON in the system message, which is made where there is none."""
+    text = json.dumps([tool.get("function", tool) for tool in tools], ensure_ascii=False)
+    if messages and messages[0]["role"] == "system":
+        return [{**messages[0], "tools": text}, *messages[1:]]
+    return [{"role": "system", "content": "", "tools": text}, *messages]
 
 
 def _call(call: Mapping[str, Any], shape: CallShape, ids: CallIds) -> dict[str, Any]:

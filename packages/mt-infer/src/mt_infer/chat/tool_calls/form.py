@@ -59,6 +59,9 @@ def numbered_id(name: str, number: int, known: str | None) -> str:
     return f"functions.{name}:{number}"
 
 
+CallsAsText = Callable[[Sequence[tuple[str, Any]]], str]
+"""The text of calls, by their functions and arguments."""
+
 BodyKind = Literal["reasoning", "content", "call"]
 
 
@@ -91,7 +94,8 @@ class CallForm:
     the mark, behind white space; empty: any text. section: marks around all calls of an answer; a call without them is
     read too. after: marks between and behind calls, which are no content. at_start: an answer with calls has nothing
     else, and `grammar` writes the mark too. stop: marks of the template with which the next turn begins, and which end
-    an answer. one_call_a_message: the template writes a message's first call alone.
+    an answer. one_call_a_message: the template writes a message's first call alone. as_text: the text of earlier calls,
+    for a template that writes the texts of messages alone, and that reads the functions from the system message.
     """
 
     begin: str
@@ -105,6 +109,7 @@ class CallForm:
     stop: tuple[str, ...] = ()
     call_id: CallId = any_id
     one_call_a_message: bool = False
+    as_text: CallsAsText | None = None
     frame: MessageFrame | None = None
     """The headers of messages, for answers that consist of them."""
 

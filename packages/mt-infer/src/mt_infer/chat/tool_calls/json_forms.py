@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Sequence
+from typing import Any
 
 from mt_infer.chat.tool_calls.form import (
     CallForm,
@@ -16,7 +18,7 @@ from mt_infer.chat.tool_calls.form import (
 )
 from mt_infer.chat.tool_calls.grammar import SPACE, GrammarWriter, quoted
 from mt_infer.chat.tool_calls.reading import between, json_call, json_calls, json_list, named_json, skip_space
-from mt_infer.chat.tool_calls.values import decode_json
+from mt_infer.chat.tool_calls.values import as_json, decode_json
 
 OBJECT = {"type": "object"}
 
@@ -82,6 +84,19 @@ GRANITE = CallForm(
 )
 
 
+# -- Phi-4-mini: a list behind a word ---------------------------------------------------------------
+
+
+def _as_functools(calls: Sequence[tuple[str, Any]]) -> str:
+    written = (f'{{"name": {as_json(name)}, "arguments": {as_json(arguments)}}}' for name, arguments in calls)
+    return f"functools[{', '.join(written)}]"
+
+
+PHI4_MINI = CallForm(
+    begin="functools", read=json_list("functools"), grammar=_list_of_one(), then=("[",), as_text=_as_functools
+)
+
+
 # -- the whole answer is calls ---------------------------------------------------------------------
 
 PYTHON_TAGS = ("<|python_tag|>", "<|python_start|>", "<|python_end|>")
@@ -115,8 +130,28 @@ MISTRAL_HEAD = re.compile(
 )
 
 
+MISTRAL_ALONE = re.compile(
+    r"\[TOOL_CALLS\]\s*([^\s\[\]{}]+?)\s*(?:\[CALL_ID\]\s*([a-zA-Z0-9]+)\s*)?(?:\[ARGS\]\s*)?"
+    r"(?=\[TOOL_CALLS\]|</s>|\Z)"
+)
+
+
+def _mistral_alone(text: str, schemas: Schemas, is_end: bool) -> Reading | None:
+    """A name without arguments, of a function that needs none: of others it is a call that is cut off."""
+    match = MISTRAL_ALONE.match(text)
+    if match is None or (match.end() == len(text) and not is_end):
+        return None
+    name = match[1]
+    if name not in schemas or schemas[name].get("required"):
+        return None
+    return [ToolCall(name, "{}", match[2])], match.end()
+
+
 def _read_mistral(text: str, schemas: Schemas, is_end: bool) -> Reading | None:
-    """A list, or the name and the arguments, with a mark between them or not."""
+    """A list, or the name and the arguments, with a mark between them or not; or the name alone."""
+    alone = _mistral_alone(text, schemas, is_end)
+    if alone is not None:
+        return alone
     head = MISTRAL_HEAD.match(text)
     if head is None:
         return json_list(MISTRAL_MARK)(text, schemas, is_end)

@@ -120,6 +120,12 @@ FORMS = [
     _spec("olmo3", "<function_calls>f(x=1)</function_calls>", "code_forms:OLMO3", ("<function_calls>",)),
     _spec("granite", '<|tool_call|>[{"name", "arguments"}]', "json_forms:GRANITE", ("<|tool_call|>",)),
     _spec(
+        "phi4_mini",
+        'functools[{"name", "arguments"}]',
+        "json_forms:PHI4_MINI",
+        ("<|tool|>", "<|/tool|>"),
+    ),
+    _spec(
         "tool_calls_list",
         '<tool_calls>[{"name", "arguments"}]</tool_calls>',
         "json_forms:TOOL_CALLS_LIST",

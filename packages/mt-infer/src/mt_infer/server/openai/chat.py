@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import asyncio
+from collections import Counter
 from collections.abc import AsyncGenerator, Mapping, Sequence
 from contextlib import aclosing
 from dataclasses import dataclass, field
 from typing import Annotated, Any, ClassVar, Literal
 
-from pydantic import Field, model_validator
+from pydantic import AfterValidator, Field, model_validator
 from starlette.requests import Request as HttpRequest
 from starlette.responses import JSONResponse, Response
 from torch import Tensor
@@ -57,6 +58,17 @@ class Tool(Body):
         return self.model_dump(exclude_none=True, exclude={"function": {"strict"}})
 
 
+def differently_named(tools: list[Tool]) -> list[Tool]:
+    """The tools. Raises ValueError for two of one name: a call would be of either."""
+    counts = Counter(tool.function.name for tool in tools)
+    if twice := [name for name, count in counts.items() if count > 1]:
+        raise ValueError(f'two functions are named "{twice[0]}"; each needs a name of its own')
+    return tools
+
+
+Tools = Annotated[list[Tool], Field(min_length=1, max_length=1000), AfterValidator(differently_named)]
+
+
 class NamedFunction(Body):
     name: str
 
@@ -83,7 +95,7 @@ class ChatBody(SamplingFields):
     max_completion_tokens: Count | None = None
     logprobs: bool | None = None
     top_logprobs: Annotated[int, Field(ge=0, le=20)] | None = None
-    tools: Annotated[list[Tool], Field(min_length=1, max_length=1000)] | None = None
+    tools: Tools | None = None
     tool_choice: Literal["none", "auto", "required"] | NamedTool | None = None
     parallel_tool_calls: bool | None = None
     """false: an answer has one call at most."""

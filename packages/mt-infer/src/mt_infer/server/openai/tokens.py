@@ -10,7 +10,7 @@ from pydantic import Field, model_validator
 from mt_data.datasets.text_files import bare_encoder
 from mt_infer.server.errors import ApiError
 from mt_infer.server.openai.answers import token_texts
-from mt_infer.server.openai.chat import Tool, chat_prompt
+from mt_infer.server.openai.chat import Tools, chat_prompt
 from mt_infer.server.openai.fields import Name, RequestBody, TokenId
 from mt_infer.server.openai.messages import Messages, picture_urls, sound_parts
 from mt_infer.server.served_model import ServedModel
@@ -25,7 +25,7 @@ class TokenizeBody(RequestBody):
     add_special_tokens: bool | None = None
     """Whether a prompt gets what the tokenizer puts around a text, such as BOS. Default: true."""
     messages: Messages | None = None
-    tools: Annotated[list[Tool], Field(min_length=1, max_length=1000)] | None = None
+    tools: Tools | None = None
     add_generation_prompt: bool | None = None
     """Default: true: up to where the answer begins."""
     chat_template_kwargs: dict[str, Any] | None = None
