@@ -28,6 +28,7 @@ from mt_infer.chat.chat_format import ChatFormat
 from mt_infer.embedding import TextEmbedder
 from mt_infer.requests import EngineStatistics, FinishReason
 from mt_infer.sampling.parameters import SamplingParameters
+from mt_infer.sampling.sampler import LogProbs
 from mt_infer.server.app import create_app
 from mt_infer.server.options import ServerOptions
 from mt_infer.server.running import Server, address_of, listen
@@ -187,7 +188,7 @@ class ScriptedGenerator:
             del self._open[request]
             return TextEvent(request, 0, "", finish=FinishReason.STOP)
         letter = self._text[place % len(self._text)]
-        return TextEvent(request, 0, letter, token=ord(letter))
+        return TextEvent(request, 0, letter, token=ord(letter), logprobs=LogProbs(-0.5))
 
 
 def scripted_model(text: str, *, forever: bool = False, **others: Any) -> ServedModel:

@@ -12,6 +12,9 @@ from typing import TYPE_CHECKING
 import pytest
 from tests.infer.server.served import Live, chat_format, live, scripted_model, until
 
+from mt_data.datasets.sft.chat_templates import ChatTemplate
+from mt_data.tokenizers.byte_level import ByteLevelTokenizer
+from mt_infer.chat.chat_format import ChatFormat
 from mt_infer.server.served_model import ServedModel
 
 if TYPE_CHECKING:
@@ -166,6 +169,59 @@ def test_answers_are_markdown_without_any_harm(page: Page) -> None:
             page.press("#input", "Enter")
         assert asked.value.post_data_json["messages"][1]["content"] == MARKDOWN
         wait_for_the_end(page)
+
+
+THINKING = """{%- for message in messages %}{{ '<|im_start|>' + message.role + '|' }}
+{%- if message.reasoning_content %}{{ '<think>\n' + message.reasoning_content + '\n</think>\n\n' }}{% endif %}
+{{- message.content + '<|im_end|>' }}{% endfor %}{{ '<|im_start|>assistant|' }}"""
+
+
+def test_reasoning_is_folded_up_before_the_answer(page: Page) -> None:
+    """As it comes, behind it, and when it is stopped; sent back as the model wrote it, without what the page adds."""
+    chat = ChatFormat(ChatTemplate("thinking", THINKING, {}, eod_after_answer=False), ByteLevelTokenizer())
+    with live([scripted_model("<think>\nHm <b>*so*</b>.\n</think>\n\nA **yes**.", chat=chat)]) as served:
+        page.goto(served.url)
+        page.wait_for_selector("#panes .pane")
+        page.fill("#input", "Is it?")
+        page.press("#input", "Enter")
+        page.locator(".turn.assistant .markdown strong").wait_for()
+        wait_for_the_end(page)
+        turn, thought = page.locator(".turn.assistant"), page.locator(".turn.assistant details.thought")
+        assert turn.locator(".markdown").inner_text() == "A yes."
+        assert (thought.locator("summary").inner_text(), thought.get_attribute("open")) == ("Reasoning", None)
+        assert thought.locator("div").is_hidden()
+        # The answer is behind the reasoning, and does not move when that is opened by keyboard.
+        assert turn.evaluate("turn => [...turn.children].map((child) => child.className)") == ["thought", "markdown"]
+        thought.locator("summary").press("Enter")
+        assert thought.locator("div").is_visible()
+        assert thought.locator("div").inner_text().strip() == "Hm <b>*so*</b>."
+        with page.expect_request("**/v1/chat/completions") as asked:
+            page.fill("#input", "Sure?")
+            page.press("#input", "Enter")
+        answer = asked.value.post_data_json["messages"][1]
+        assert (answer["content"], answer["reasoning_content"].strip()) == ("A **yes**.", "Hm <b>*so*</b>.")
+        wait_for_the_end(page)
+        assert page.locator("details.thought").count() == 2
+        # The probability of the answer's first token is its own, without those of the reasoning and its marks.
+        page.check("#probabilities")
+        page.fill("#input", "Again?")
+        page.press("#input", "Enter")
+        page.wait_for_selector(".turn.assistant >> nth=2 >> .token:has-text('s')")
+        wait_for_the_end(page)
+        labels = [token.get_attribute("aria-label") for token in turn.nth(2).locator(".token").all()]
+        assert labels == [f"{letter}: 60.7 %" for letter in "A **yes**."]
+    with live([scripted_model("<think>" + "so " * 600, chat=chat)]) as served:
+        page.goto(served.url)
+        page.wait_for_selector("#panes .pane")
+        page.fill("#input", "Is it?")
+        page.press("#input", "Enter")
+        page.wait_for_selector("details.thought summary:has-text('Thinking')")
+        page.keyboard.press("Escape")
+        page.wait_for_selector(".turn.assistant:has-text('(stopped)')")
+        wait_for_the_end(page)
+        assert page.locator("details.thought div").text_content().startswith("so so")
+        assert page.locator(".turn.assistant .markdown").inner_text() == ""
+    chat.close()
 
 
 def test_an_error_is_shown(page: Page) -> None:
