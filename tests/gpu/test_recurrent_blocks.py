@@ -15,6 +15,7 @@ from mt_models.blocks.fla_rwkv7_rule import fla_rwkv7_rule, fla_rwkv7_step
 from mt_models.blocks.gated_delta_rule import DeltaInputs
 from mt_models.blocks.indexer import index_scores
 from mt_models.blocks.rwkv7_rule import LOWEST_DECAY, Rwkv7Inputs, recurrent_rwkv7_rule
+from mt_models.blocks.state_space import chunked_scan
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")]
 
@@ -66,6 +67,25 @@ def test_kernels_of_whole_sequences(name: str, is_packed: bool, dtype: torch.dty
     found = with_gradients(partial(recurrence.triton, chunk_size=64), inputs, **options)
     exact = DeltaInputs(*(x.float() for x in inputs))
     assert_near(tuple(found), tuple(with_gradients(recurrence.recurrent, exact, **options)), share)
+
+
+@pytest.mark.parametrize(("dtype", "share"), [(torch.float32, 1e-4), (torch.bfloat16, 3e-2)])
+@pytest.mark.parametrize("is_packed", [False, True])
+def test_kernels_of_the_scan_of_mamba(is_packed: bool, dtype: torch.dtype, share: float) -> None:
+    from mt_models.blocks.triton_kernels.state_space import triton_scan
+
+    inputs = [draw(2, 200, 8, 64).to(dtype), 0.1 * draw(2, 200, 8).exp(), -draw(8).exp()]
+    inputs += [draw(2, 200, 2, 128).to(dtype), draw(2, 200, 2, 128).flip(1).to(dtype)]
+    segments = {"segment_ids": (torch.arange(200, device="cuda") // 70).expand(2, -1)}
+    options = segments if is_packed else {"state": draw(2, 8, 64, 128)}
+
+    def with_gradients_by(scan: Callable[..., tuple[Tensor, Tensor]], parts: list[Tensor]) -> tuple[Tensor, ...]:
+        leaves = [x.detach().requires_grad_() for x in parts]
+        y, last = scan(*leaves, chunk_size=64, **options)
+        return (y, last, *torch.autograd.grad((y, last), leaves, (draw(*y.shape).to(y.dtype), draw(*last.shape))))
+
+    exact = with_gradients_by(chunked_scan, [x.float() for x in inputs])
+    assert_near(with_gradients_by(triton_scan, inputs), exact, share)
 
 
 @pytest.mark.parametrize("count", [1, 300])

@@ -3,10 +3,8 @@ kernels."""
 
 from __future__ import annotations
 
-import os
 from collections.abc import Callable
 from functools import partial
-from importlib.util import find_spec
 from typing import Any, NamedTuple
 
 import torch
@@ -22,6 +20,7 @@ from mt_models.blocks.gated_delta_rule import DeltaInputs, recurrent_delta_rule
 from mt_models.blocks.has_triton import has_triton
 from mt_models.blocks.kimi_delta_rule import chunked_kimi_rule, recurrent_kimi_rule
 from mt_models.blocks.rwkv7_rule import chunked_rwkv7_rule, recurrent_rwkv7_rule
+from mt_models.blocks.triton_training import training_kernels_lack
 
 Rule = Callable[..., tuple[Tensor, Tensor]]
 """(inputs, *, state, segment_ids) -> outputs and the state: see `recurrent_delta_rule`."""
@@ -135,15 +134,10 @@ def _require_triton(sizes: RuleSizes, chunk_size: int) -> None:
 
 def _triton_lacks(sizes: RuleSizes, chunk_size: int) -> str | None:
     """What the kernels need and what to change."""
-    if find_spec("triton") is None:
-        return "Triton is not installed; install it"
+    if reason := training_kernels_lack(sizes.device, sizes.dtype):
+        return reason
     from mt_models.blocks.triton_kernels.chunk_launches import CHUNK_SIZES, WIDEST_KEY
 
-    interpreted = sizes.device == "cpu" and os.environ.get("TRITON_INTERPRET") == "1"  # for tests
-    if sizes.device not in ("cuda", "meta") and not interpreted:
-        return "its kernels run on a CUDA device; set train.device=cuda"
-    if sizes.dtype != torch.bfloat16 and not interpreted:
-        return "its kernels compute in bf16, with states in fp32; set precision.dtype=bf16"
     if sizes.key_dim > WIDEST_KEY:
         return f"a key has at most {WIDEST_KEY} channels; change model.linear_key_head_dim"
     if chunk_size not in CHUNK_SIZES:

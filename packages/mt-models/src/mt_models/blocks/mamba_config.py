@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Annotated
+from typing import Annotated, Literal
 
 from pydantic import Field
 
@@ -45,7 +45,11 @@ class MambaLayerConfig(ModelConfig):
     mamba_proj_bias: bool = False
     """Biases in the input and output projections of a mixer."""
     mamba_chunk_size: PositiveInt = 128
-    """Positions that training computes together. Changes speed, memory and rounding, not the result."""
+    """Positions that training computes together. Changes speed, memory and rounding, not the result. The Triton kernels
+    take 64."""
+    mamba_scan_backend: Literal["auto", "torch", "triton"] = "auto"
+    """What computes the recurrence: torch, mt's Triton kernels (on a GPU in bf16, at most 128 numbers of the state for
+    each channel), or auto, which is torch."""
     mamba_dt_min: Positive = 1e-3
     """Smallest initial time step."""
     mamba_dt_max: Positive = 0.1

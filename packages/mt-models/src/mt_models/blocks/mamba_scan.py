@@ -6,6 +6,7 @@ groups are all of the model's, or those of this rank.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -66,6 +67,8 @@ class MambaScan:
     dt_lower_limit: float
     dt_upper_limit: float | None
     convolutions: Convolutions = PLAIN
+    scan: Callable[..., tuple[Tensor, Tensor]] = chunked_scan
+    """The recurrence over whole sequences"""
 
     def __call__(self, inputs: ScanInputs, weights: ScanWeights, segment_ids: Tensor | None = None) -> Tensor:
         """-> [B, S, H, P]. segment_ids [B, S]: convolutions and state are reset between documents."""
@@ -76,7 +79,7 @@ class MambaScan:
         if is_batch_invariant():
             dt, a = self.time_steps(inputs, weights), rates(weights)
             return recurrent_scan(x, dt, a, b, c, segment_ids=segment_ids)[0] + skipped(x, weights)
-        y, _ = chunked_scan(
+        y, _ = self.scan(
             x,
             self.time_steps(inputs, weights),
             rates(weights),
@@ -100,7 +103,7 @@ class MambaScan:
         if x.shape[1] == 1 or is_batch_invariant():
             y, state = recurrent_scan(x, dt, a, b, c, state=before.state)
         else:
-            y, state = chunked_scan(x, dt, a, b, c, chunk_size=self.chunk_size, state=before.state)
+            y, state = self.scan(x, dt, a, b, c, chunk_size=self.chunk_size, state=before.state)
         return y + skipped(x, weights), ScanState(last_x, last_b, last_c, state)
 
     def time_steps(self, inputs: ScanInputs, weights: ScanWeights) -> Tensor:

@@ -337,7 +337,6 @@ def _compute_on_cpu(tree: Tree, dtype: str) -> None:
     model, optimizer = tree["model"], tree["optimizer"]
     if model.get("attention_backend", "auto") not in ON_EVERY_DEVICE:
         model["attention_backend"] = ON_EVERY_DEVICE[-1]  # eager
-    if "linear_attention_backend" in model:
-        model["linear_attention_backend"] = "torch"
+    model |= {key: "torch" for key in ("linear_attention_backend", "mamba_scan_backend") if key in model}
     # The other values store remainders of bf16 weights, or round moments stochastically.
     optimizer |= {key: value for key, value in FULL_STATE.items() if key in optimizer}
