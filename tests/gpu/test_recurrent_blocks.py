@@ -9,6 +9,8 @@ import pytest
 import torch
 from torch import Tensor
 
+from mt_core.nn.kernels.catalogue import KERNELS
+from mt_core.nn.kernels.reference import causal_conv as reference
 from mt_models.blocks.delta_backends import GATED, KIMI, Recurrence
 from mt_models.blocks.fla_delta_rule import can_run_fla
 from mt_models.blocks.fla_rwkv7_rule import fla_rwkv7_rule, fla_rwkv7_step
@@ -20,6 +22,9 @@ from mt_models.blocks.state_space import chunked_scan
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")]
 
 RECURRENCES = {"gated": GATED, "kimi": KIMI}
+
+
+CONVOLUTION = {kernel.name: kernel for kernel in KERNELS["causal_conv"]}["triton"]
 
 
 def draw(*shape: int) -> Tensor:
@@ -86,6 +91,26 @@ def test_kernels_of_the_scan_of_mamba(is_packed: bool, dtype: torch.dtype, share
 
     exact = with_gradients_by(chunked_scan, [x.float() for x in inputs])
     assert_near(with_gradients_by(triton_scan, inputs), exact, share)
+
+
+@pytest.mark.parametrize(("dtype", "share"), [(torch.float32, 1e-5), (torch.bfloat16, 1e-2)])
+@pytest.mark.parametrize("is_packed", [False, True])
+def test_kernels_of_the_short_convolution(is_packed: bool, dtype: torch.dtype, share: float) -> None:
+    x, weight, bias = draw(2, 500, 136)[..., :130].to(dtype), draw(130, 4).to(dtype), draw(130).to(dtype)
+    segments = (torch.arange(500, device="cuda") // 70).expand(2, -1) if is_packed else None
+
+    def with_gradients_by(convolve: Callable[..., Tensor], parts: list[Tensor]) -> tuple[Tensor, ...]:
+        leaves = [part.detach().requires_grad_() for part in parts]
+        y = convolve(*leaves, segments, silu=True)
+        return (y, *torch.autograd.grad(y, leaves, draw(*y.shape).to(y.dtype)))
+
+    exact = with_gradients_by(reference.causal_conv, [part.float() for part in (x, weight, bias)])
+    assert_near(with_gradients_by(CONVOLUTION.function.load(), [x, weight, bias]), exact, share)
+    assert CONVOLUTION.fused is not None
+    fused = CONVOLUTION.fused.load()
+    for new in (1, 5):
+        step = fused(x[:, 3 : 3 + new], weight, bias, x[:, :3], silu=True)
+        assert_near(step, reference.causal_conv_step(x[:, 3 : 3 + new], weight, bias, x[:, :3], silu=True), share)
 
 
 @pytest.mark.parametrize("count", [1, 300])

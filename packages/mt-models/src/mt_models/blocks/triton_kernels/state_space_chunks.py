@@ -172,7 +172,7 @@ def _ssd_values_backward(
 
 @triton.jit
 def chunk_of_group(heads, repeats, length, chunks, SIZE: tl.constexpr):
-    """Of the program: row, group, number of groups, chunk, and its first position."""
+    """Row, group, number of groups, chunk of the program, and its first position."""
     program = tl.program_id(0).to(tl.int64)
     chunk, groups = program % chunks, heads // repeats
     return (program // chunks) // groups, (program // chunks) % groups, groups, chunk, chunk * SIZE
