@@ -176,6 +176,14 @@ def test_a_hybrid_with_megatrons_defaults_is_translated(host: PluginHost) -> Non
     assert model["position_embedding_type"] == "learned_absolute"
 
 
+def test_a_hybrid_without_mamba_layers_has_any_epsilon(host: PluginHost) -> None:
+    """Only Megatron's mixer has an epsilon of its own."""
+    words = f"{SIZES} {RUN} --hybrid-override-pattern *- --is-hybrid-model --mamba-num-groups 2 --norm-epsilon 1e-6"
+    result = import_words(words.split(), host, MegatronOptions(entry="hybrid"))
+    check_result(result, host)
+    assert result.sections["model"]["norm_epsilon"] == 1e-6
+
+
 @pytest.mark.parametrize(("folder", "family"), [("gpt", "gpt"), ("bert", "bert"), ("core/models/T5", "t5")])
 def test_the_folder_of_a_functional_test_names_its_script(
     folder: str, family: str, tmp_path: Path, host: PluginHost

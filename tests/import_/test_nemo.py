@@ -43,6 +43,37 @@ def more(*lines: str) -> tuple[str, str]:
         (("name: fused_adam", "name: distributed_fused_adam"), "parallel", {"use_distributed_optimizer": True}),
         (more("normalization: rmsnorm"), "model", {"normalization": "RMSNorm"}),
         (more("normalization: layernorm1p"), "model", {"normalization": None}),  # stored otherwise, computed alike
+        (more("normalization: low_precision_layernorm"), "model", {"normalization": None}),
+        (more("bias: false", "qkv_bias: true"), "model", {"add_qkv_bias": True}),
+        (
+            (
+                "  data:\n",
+                "  data:\n    add_fim: true\n    fim: {rate: 0.25, extra_tokens: {prefix: <a>, eod: <|endoftext|>}}\n",
+            ),
+            "data",
+            {"dataset_type": "fim", "fim_rate": 0.25, "fim_prefix_token": "<a>"},
+        ),
+        (
+            ("  data:\n", "  data:\n    add_fim: false\n    fim: {rate: 0.25, extra_tokens: {prefix: <a>}}\n"),
+            "data",
+            {"dataset_type": "gpt", "fim_rate": None, "fim_prefix_token": None},
+        ),
+        (more("fsdp: false", "fsdp_sharding_strategy: full"), "parallel", {"use_torch_fsdp2": None}),
+        (
+            more("cpu_offloading: false", "cpu_offloading_num_layers: 11"),
+            "recompute",
+            {"cpu_offloading_num_layers": None},
+        ),
+        (more("pipeline_model_parallel_split_rank: 0"), "model", {"family": "gpt"}),
+        (more("model_name: gpt", "bert_binary_head: false"), "model", {"family": "gpt"}),
+        (
+            (
+                "name: fused_adam",
+                "name: distributed_fused_adam\n    overlap_grad_sync: true\n    overlap_param_sync: true",
+            ),
+            "parallel",
+            {"use_distributed_optimizer": True, "overlap_param_gather": True},
+        ),
         (more("fp8: true", "fp8_hybrid: true"), "precision", {"fp8_format": "hybrid"}),
         (more("fp8: true", "fp8_e4m3: true"), "precision", {"fp8_format": "e4m3"}),
         (more("fp8: false", "fp8_e4m3: false", "fp8_hybrid: true"), "precision", {"fp8_format": None}),
@@ -92,7 +123,7 @@ def test_what_the_command_line_gives_is_named_and_left_out(tmp_path: Path, host:
     [
         (("name: CosineAnnealing", "name: NoamAnnealing"), "it can be CosineAnnealing, WarmupAnnealing"),
         (("name: fused_adam", "name: adafactor"), "model.optim.name=adafactor is not read"),
-        (more("normalization: low_precision_layernorm"), "it can be layernorm, rmsnorm, layernorm1p"),
+        (more("normalization: scale_norm"), "it can be layernorm, rmsnorm, layernorm1p"),
         (more("restore_from_path: gpt.nemo"), "a .nemo file"),
         (more("encoder: {num_layers: 12}"), "model.encoder.num_layers: an encoder and a decoder"),
     ],
@@ -108,6 +139,8 @@ def test_what_is_not_read_is_named(change: tuple[str, str], message: str, tmp_pa
         ("transformer_block_type: normformer", "transformer_block_type: pre_ln"),
         ("normalize_attention_scores: false", "normalize_attention_scores: true"),
         ("ffn_dropout: 0.1", "ffn_dropout: 0.0"),
+        ("sqrt_query_pre_attn_scalar: 14.97", "sqrt_query_pre_attn_scalar: null"),
+        ("model_name: t5", "model_name: gpt"),
     ],
 )
 def test_what_changes_the_model_is_refused(key: str, same: str, tmp_path: Path, host: PluginHost) -> None:
@@ -126,3 +159,11 @@ def test_names_of_megatron_in_another_place_are_unknown(tmp_path: Path, host: Pl
 def test_heads_of_another_kind_are_refused(tmp_path: Path, host: PluginHost) -> None:
     result = imported(tmp_path, host, more("attention_type: multiquery"))
     assert [one.words for one in result.of_status("refused")] == ["model.attention_type multiquery"]
+
+
+def test_layers_of_selective_recomputation_are_said_to_count_for_nothing(tmp_path: Path, host: PluginHost) -> None:
+    changes = (("granularity: full", "granularity: selective"), ("method: uniform", "method: block"))
+    result = imported(tmp_path, host, *changes)
+    assert result.sections["recompute"]["recompute_granularity"] == "selective"
+    said = [one.words for one in result.of_status("no effect") if "activations_checkpoint" in one.words]
+    assert said == ["model.activations_checkpoint_method block", "model.activations_checkpoint_num_layers 1"]

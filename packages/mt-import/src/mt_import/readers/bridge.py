@@ -55,6 +55,10 @@ NAMES: Mapping[str, str] = {
     "bias": "add_bias_linear",
     "masked_lm_prob": "mask_prob",
     "ngroups_mamba": "mamba_num_groups",
+    "qkv_bias": "add_qkv_bias",
+    "max_sequence_length": "seq_length",
+    "overlap_grad_sync": "overlap_grad_reduce",
+    "overlap_param_sync": "overlap_param_gather",
 }
 """Key there -> Megatron's attribute, where it is another name."""
 IGNORED = (
@@ -132,6 +136,7 @@ WITHOUT_EFFECT: Mapping[str, str] = {
     "dataset.split_matrix": "repeats split",
     "model.*init_method.std": "follows from init_method_std",
     **dict.fromkeys(("model.mcore_gpt", "model.transformer_engine", "model.p*_process"), _OF_NEMO),
+    **dict.fromkeys(("model.optim.bucket_cap_mb", "model.optim.contiguous_*_buffer"), _OF_RUN),
     **dict.fromkeys(("model.grad_*", "model.gradient_as_bucket_view", "model.reduce_amax"), _OF_NEMO),
     **dict.fromkeys(("model.apex_transformer_log_level", "model.bias_dropout_add_fusion"), _OF_NEMO),
     **dict.fromkeys(("model.data.skip_warmup", "model.data.shuffle_documents"), _OF_NEMO),
@@ -145,6 +150,8 @@ LIBRARIES: Mapping[str, tuple[str, str]] = {
     "huggingface": ("HuggingFaceTokenizer", "type"),
 }
 """NeMo's tokenizer library -> tokenizer_type, and the key of its files."""
+TOKENIZER_FILE = "model.tokenizer.model"
+"""Read with the library."""
 OWN_SECTIONS = (
     "exp_manager",
     "ft",
@@ -183,7 +190,7 @@ def import_bridge(values: Mapping[str, Any], source: str, host: PluginHost, opti
 
 
 def _of_nemo(result: ImportResult, nemo: NemoValues) -> ImportResult:
-    result = _with_keys_of_gpt(replace(result, accounts=[*result.accounts, *nemo.refused]), nemo)
+    result = _with_keys_of_gpt(replace(result, accounts=[*result.accounts, *nemo.accounts]), nemo)
     if not nemo.missing:
         return result
     if DATA in nemo.missing:  # without data Megatron's arguments mean mock data
@@ -268,7 +275,7 @@ def given_of(flat: Mapping[str, Any], places: Sequence[str]) -> tuple[dict[str, 
     for path, value in flat.items():
         # Both divide Megatron's attributes over their sections. Elsewhere a name means another thing.
         section, _, name = path.rpartition(".")
-        if name in IGNORED or value is None:
+        if name in IGNORED or path == TOKENIZER_FILE or value is None:
             continue
         argument = by_dest().get(NAMES.get(name, name)) if section.removesuffix(SUFFIX) in places else None
         if argument is None:

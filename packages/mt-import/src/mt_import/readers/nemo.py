@@ -26,7 +26,13 @@ STYLES: Mapping[str, str] = {"CosineAnnealing": "cosine", "WarmupAnnealing": "li
 """Policy of the learning rate -> Megatron's lr_decay_style."""
 OPTIMIZERS = ("fused_adam", "distributed_fused_adam", "megatron_fused_adam", "mcore_distributed_optim", "adamw")
 DISTRIBUTED_OPTIMIZERS = ("distributed_fused_adam", "mcore_distributed_optim")
-NORMALIZATIONS: Mapping[str, str] = {"layernorm": "LayerNorm", "rmsnorm": "RMSNorm", "layernorm1p": "LayerNorm"}
+NORMALIZATIONS: Mapping[str, str] = {
+    "layernorm": "LayerNorm",
+    "rmsnorm": "RMSNorm",
+    "layernorm1p": "LayerNorm",
+    # In the precision of the activations there, with sums in fp32 here.
+    "low_precision_layernorm": "LayerNorm",
+}
 OTHER_MODELS: Mapping[str, str] = {
     "model.encoder.": "an encoder and a decoder with options of their own; write model.family=t5",
     "model.data.seq_length_dec": "an encoder and a decoder; write model.family=t5",
@@ -43,20 +49,41 @@ CHANGES: Mapping[str, tuple[tuple[Any, ...], str]] = {
     "model.ffn_dropout": ((0,), "dropout within the feed-forward"),
     "model.use_scaled_init_method": ((True,), "the same deviation for all matrices at the start"),
     "mcore_customization_config.new_decoder_architecture": ((False,), "two norms side by side"),
+    "model.sqrt_query_pre_attn_scalar": ((), "Gemma 2, whose layers NeMo's code has; write model.family=gemma2"),
+    # A file for all of Megatron-Core's models names its own.
+    **dict.fromkeys(("model.model_parent", "model.model_name", "model.data.dataset_type"), (("gpt",), "another model")),
+    "model.data.drop_last": ((True,), "a last batch that is not full"),
 }
 """Keys that change what is computed -> (values with which they do not, what others request)."""
+
+
+OFF: Mapping[str, tuple[str, ...]] = {
+    "model.fsdp": ("model.fsdp_",),
+    "model.cpu_offloading": ("model.cpu_offloading_",),
+    "model.data.add_fim": ("model.data.fim.",),
+    "model.pipeline_model_parallel_split_rank": ("model.pipeline_model_parallel_split_rank",),
+}
+"""Switch -> beginnings of keys that count with it alone."""
+FIM = "model.data.fim."
+FIM_NAMES: Mapping[str, str] = {
+    **{name: f"fim_{name}" for name in ("rate", "spm_rate", "split_sample", "fragment_rate", "no_prefix")},
+    **{f"extra_tokens.{name}": f"fim_{name}_token" for name in ("prefix", "middle", "suffix", "pad", "eod")},
+}
+"""Key of NeMo's fill-in-the-middle -> Megatron's."""
+RECOMPUTE = "model.activations_checkpoint_"
+OF_SELECTIVE = "which layers recompute their attention changes memory alone; here all do"
 
 
 @dataclass(frozen=True)
 class NemoValues:
     """flat: with Megatron's words in place of NeMo's. entry: name of the script that trains such a model. missing: keys
-    that the command line has to give. refused: accounts of what cannot be done. of_gpt: keys of [model] of the family
-    gpt, which Megatron has no words for."""
+    that the command line has to give. accounts: of what cannot be done or has no effect. of_gpt: keys of [model] of the
+    family gpt, which Megatron has no words for."""
 
     flat: dict[str, Any]
     entry: str
     missing: list[str]
-    refused: list[Account]
+    accounts: list[Account]
     of_gpt: dict[str, NemoKey]
 
 
@@ -73,16 +100,41 @@ def in_megatrons_words(flat: Mapping[str, Any]) -> NemoValues:
     for beginning, why in OTHER_MODELS.items():
         if keys := [key for key, value in flat.items() if key.startswith(beginning) and value is not None]:
             raise ConfigError(f"{keys[0]}: {why}")
+    flat = {key: value for key, value in flat.items() if not _is_off(key, flat)}
     missing = [key for key, value in flat.items() if value == MISSING]
     # A file may have the key as a comment alone; then there is no training without it either.
     missing += [] if flat.get(DATA) is not None or flat.get(MOCK) else [DATA]
     changed = [key for key, (same, _) in CHANGES.items() if flat.get(key) is not None and flat[key] not in same]
-    refused = [Account(f"{key} {flat[key]}", "refused", {}, CHANGES[key][1]) for key in changed]
+    accounts = [Account(f"{key} {flat[key]}", "refused", {}, CHANGES[key][1]) for key in changed]
+    unused = _of_selective(flat)
+    accounts += [Account(f"{key} {flat[key]}", "no effect", {}, OF_SELECTIVE) for key in unused]
     of_gpt = {setting.path: setting for setting in _beyond_megatron(flat)}
-    apart = {*missing, *changed, *of_gpt}
+    apart = {*missing, *changed, *of_gpt, *unused}
     kept = {key: value for key, value in flat.items() if key not in apart}
     kept |= _schedule(kept) | _optimizer(kept) | _normalization(kept) | _fp8(kept) | _layer_pattern(kept)
-    return NemoValues(kept, _entry(kept), missing, refused, of_gpt)
+    kept |= _fill_in_the_middle(kept)
+    return NemoValues(kept, _entry(kept), missing, accounts, of_gpt)
+
+
+def _is_off(key: str, flat: Mapping[str, Any]) -> bool:
+    return any(not flat.get(switch) and key.startswith(parts) for switch, parts in OFF.items())
+
+
+def _fill_in_the_middle(flat: Mapping[str, Any]) -> dict[str, Any]:
+    if not flat.get("model.data.add_fim"):
+        return {}
+    keys = {key: key.removeprefix(FIM) for key in flat if key.startswith(FIM)}
+    values = {f"model.data.{FIM_NAMES[name]}": flat[key] for key, name in keys.items() if name in FIM_NAMES}
+    read = {key: None for key, name in keys.items() if name in FIM_NAMES}
+    return {**values, **read, "model.data.fim_data": True, "model.data.add_fim": None}
+
+
+def _of_selective(flat: Mapping[str, Any]) -> list[str]:
+    """How layers are chosen, which NeMo reads with selective recomputation, too, and Megatron does not."""
+    if flat.get(f"{RECOMPUTE}granularity") != "selective":
+        return []
+    keys = [f"{RECOMPUTE}{name}" for name in ("method", "num_layers")]
+    return [key for key in keys if flat.get(key) is not None]
 
 
 def _beyond_megatron(flat: Mapping[str, Any]) -> Iterator[NemoKey]:
@@ -101,7 +153,7 @@ def note_on_missing(missing: list[str]) -> str:
 
 
 def _entry(flat: Mapping[str, Any]) -> str:
-    if "model.bert_binary_head" in flat:
+    if "model.bert_binary_head" in flat and "model.model_name" not in flat:
         return "bert"
     return "hybrid" if "model.hybrid_override_pattern" in flat else "gpt"
 

@@ -74,14 +74,15 @@ def mamba_section(args: MegatronArguments, names: Collection[str]) -> dict[str, 
 def mixer_section(args: MegatronArguments) -> dict[str, Any]:
     """Raises ConfigError, naming the argument, for Mamba layers that are none of ours."""
     need_values(args, "a model with Mamba layers", GRANTED)
-    if norm_epsilon(args) != NORM_EPSILON:
+    epsilon = norm_epsilon(args)
+    if MAMBA in layer_pattern(args) and epsilon != NORM_EPSILON:
         raise ConfigError(
-            f"{args.origin}: norm_epsilon={norm_epsilon(args):g} is not read of a model with Mamba layers, whose inner "
+            f"{args.origin}: norm_epsilon={epsilon:g} is not read of a model with Mamba layers, whose inner "
             f"norms have {NORM_EPSILON:g} in Megatron; it can be {NORM_EPSILON:g}"
         )
     return {
         "untie_embeddings_and_output_weights": args.untied,
-        "norm_epsilon": NORM_EPSILON,
+        "norm_epsilon": epsilon,
         "fp32_residual_connection": bool(args.get("fp32_residual_connection", False)),
         **{name: int(args.get(name, default)) for name, default in SIZES.items()},
         "mamba_num_heads": args.values.get("mamba_num_heads"),
@@ -127,7 +128,8 @@ def mamba_arguments(model: Any, parameters: Collection[str], kept: Mapping[str, 
 def mixer_arguments(model: Any, pattern: str) -> dict[str, Any]:
     for key, meant in FIXED.items():
         require(model, key, (meant,))
-    require(model, "norm_epsilon", (NORM_EPSILON,))
+    if MAMBA in pattern:
+        require(model, "norm_epsilon", (NORM_EPSILON,))
     return {
         **depth_arguments(model),
         "is_hybrid_model": True,
