@@ -12,7 +12,7 @@ from mt_models.qwen_vl.config import QwenVLConfig
 from mt_models.qwen_vl.hugging_face import tower_rules
 
 NAME = "qwen2vl"
-"""Of Qwen2-VL and Qwen2.5-VL, whose decoders are the same."""
+"""The architecture of the decoders of Qwen2-VL and Qwen2.5-VL, which are the same."""
 
 
 def name_map(config: QwenVLConfig) -> NameMap:
