@@ -163,7 +163,7 @@ class ProgramRunner:
 
 
 def _last_lines(file: BinaryIO) -> list[str]:
-    """Of its end alone: a program may write up to file_mb of errors."""
+    """The last lines, of its end alone: a program may write up to file_mb of errors."""
     file.seek(max(0, file.seek(0, os.SEEK_END) - REASON_BYTES))
     return file.read().decode(errors="replace").strip().splitlines()
 
