@@ -66,10 +66,11 @@ class Scripts:
         version: str = CURRENT,
         text: str = "mrpc",
         libraries: Sequence[str] = (),
+        replaced: Mapping[str, str] | None = None,
     ) -> Found:
         """version: requirement on Accelerate, whose scripts may import its test utilities. libraries: requirements of
-        distributions that import Accelerate, and of what they need. Raises AssertionError with
-        the end of the first rank's output that failed."""
+        distributions that import Accelerate, and of what they need. replaced: words of the script by others.
+        Raises AssertionError with the end of the first rank's output that failed."""
         folder.mkdir(parents=True)
         for name, source in self.files.items():
             (folder / name).parent.mkdir(parents=True, exist_ok=True)
@@ -84,6 +85,7 @@ class Scripts:
             "variables": {"HF_HOME": str(folder / "hub"), **(variables or {})},
             "world": world,
             "text": text,
+            "replaced": dict(replaced or {}),
         }
         codes = self._ask(job)
         for rank, code in enumerate(codes):

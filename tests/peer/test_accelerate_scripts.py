@@ -79,13 +79,13 @@ SCRIPTS = (
         for name in ("test_performance", "test_checkpointing")
         for version, layouts in VERSIONS.items()
     ),
-    # The trainer changes the batch sampler of loaders, which the plugin's do not have.
     Script(
         "examples/nlp/hf_bert_glue_mrpc.py",
         ("--num_epochs", "1"),
         distribution=TRAINER,
         libraries=LIBRARIES,
-        layouts=("own modules",),
+        text="evaluated",  # on four ranks it requires four batches of 32
+        halved=("--batch_size", "8"),
     ),
     *(
         Script(f"examples/core/{name}.py", distribution=TRAINER, libraries=LIBRARIES, layouts=("own modules",))
@@ -148,7 +148,12 @@ SCRIPTS = (
         packages=BEFORE_5,
     ),
 )
-CHECKED_BY_THEMSELVES = ("test_sync",)
+WHOLE_BATCHES = tuple(script for script in SCRIPTS if script.path.startswith("examples/core/"))
+"""Scripts with a batch of their own on each rank, so that ranks train on more than one process does."""
+BATCH = "per_device_batch_size"
+COMPARED = 30
+"""Losses: over hundreds of steps the order of summation grows to more than is compared."""
+CHECKED_BY_THEMSELVES = ("test_sync", "external_deps/test_metrics")
 """Scripts of the package that compare what they compute."""
 
 
@@ -188,7 +193,13 @@ def started(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Started]:
 
 
 def run(
-    started: Started, script: Script, layout: Layout, folder: Path, *more: str, package: str = "mt_accelerate"
+    started: Started,
+    script: Script,
+    layout: Layout,
+    folder: Path,
+    *more: str,
+    package: str = "mt_accelerate",
+    replaced: Mapping[str, str] | None = None,
 ) -> Found:
     path = located(script)
     return started(*script.packages).run(
@@ -201,6 +212,7 @@ def run(
         version=script.version,
         text=script.text,
         libraries=script.libraries,
+        replaced=replaced,
     )
 
 
@@ -235,7 +247,20 @@ def test_data_parallel_ranks_share_the_batch(reference, started: Started, name: 
     assert ours.metrics == theirs.metrics
 
 
-@pytest.mark.parametrize("world", [1, 2])
+@pytest.mark.parametrize("world", [2, 4])
+@pytest.mark.parametrize("script", WHOLE_BATCHES, ids=named)
+def test_ranks_train_on_the_batches_of_a_larger_one(
+    script: Script, started: Started, world: int, tmp_path: Path
+) -> None:
+    """What Accelerate computes on one process with the batch of all ranks."""
+    larger = {f"{BATCH}={size},": f"{BATCH}={world * size}," for size in (64, 32)}
+    theirs = run(started, script, Layout(), tmp_path / "theirs", package="accelerate", replaced=larger)
+    ours = run(started, script, Layout(world), tmp_path / "ours")
+    assert len(ours.losses) == len(theirs.losses) > COMPARED
+    assert ours.losses[:COMPARED] == pytest.approx(theirs.losses[:COMPARED], rel=1e-5)
+
+
+@pytest.mark.parametrize("world", [1, 2, 4])
 @pytest.mark.parametrize("name", CHECKED_BY_THEMSELVES)
 def test_a_script_that_checks_itself_passes(started: Started, name: str, world: int, tmp_path: Path) -> None:
     path = installed_alone(CURRENT) / "accelerate" / "test_utils" / "scripts" / f"{name}.py"
@@ -243,7 +268,7 @@ def test_a_script_that_checks_itself_passes(started: Started, name: str, world: 
 
 
 def test_every_name_works_or_is_refused_with_a_reason(monkeypatch) -> None:
-    """Of accelerate, accelerate.utils and Accelerator."""
+    """Of accelerate, accelerate.utils, Accelerator, one that was made, and its state."""
     monkeypatch.syspath_prepend(str(installed_alone(CURRENT)))
     import accelerate
     import accelerate.utils
@@ -257,5 +282,16 @@ def test_every_name_works_or_is_refused_with_a_reason(monkeypatch) -> None:
             # Any other error than the refusal, which has the reason, fails the test.
             with contextlib.suppress(RefusedNameError):
                 getattr(ours, name)
-    names = {name for name in dir(accelerate.Accelerator) if not name.startswith("_")}
-    assert {name for name in names if not hasattr(mt_accelerate.Accelerator, name)} == set(ATTRIBUTES)
+    names = public_names(accelerate.Accelerator)
+    theirs, ours = accelerate.Accelerator(cpu=True), mt_accelerate.Accelerator(cpu=True)
+    try:
+        names |= public_names(theirs)
+        states = public_names(theirs.state) - public_names(ours.state)
+    finally:
+        theirs.state._reset_state(reset_partial_state=True)
+    assert {name for name in names if not hasattr(ours, name)} == set(ATTRIBUTES)
+    assert states == {"get_deepspeed_plugin", "select_deepspeed_plugin"}
+
+
+def public_names(value: object) -> set[str]:
+    return {name for name in dir(value) if not name.startswith("_")}

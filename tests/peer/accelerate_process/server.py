@@ -7,7 +7,8 @@ a fork of this process, which has imported what is slow. A job has
     package     accelerate or mt_accelerate: what the script imports, the one change to it
     library     whether the script imports Accelerate through a library, for which accelerate is then the package
     script, arguments, folder, variables, world
-    text        mrpc: pairs of sentences with a label. lines: rows of text
+    replaced    words of the script -> others
+    text        mrpc: pairs of sentences with a label. evaluated: more of them to evaluate. lines: rows of text
 
 What stands for the hub: `datasets.load_dataset` gives a small data set of that kind, `evaluate.load` an accuracy.
 Names of models are folders in the job's folder, where transformers looks first.
@@ -47,14 +48,17 @@ def lines(count: int) -> dict[str, list[Any]]:
     return {"text": [f"{TEXTS[number % 6]} {TEXTS[(number + 2) % 5]}" for number in range(8 * count)]}
 
 
-def stand_in(rows: Any) -> Any:
-    """In place of `datasets.load_dataset`."""
+KINDS: dict[str, tuple[Any, ...]] = {"mrpc": (pairs,), "evaluated": (pairs, 128), "lines": (lines,)}
+
+
+def stand_in(rows: Any, evaluated: int = 18) -> Any:
+    """In place of `datasets.load_dataset`. evaluated: rows of the validation."""
     from datasets import Dataset, DatasetDict, load_dataset
 
     def load(*names: str, split: str | None = None, **options: Any) -> Any:
         if "data_files" in options:
             return load_dataset(*names, split=split, **options)  # of local files
-        parts = {"train": Dataset.from_dict(rows(64)), "validation": Dataset.from_dict(rows(18))}
+        parts = {"train": Dataset.from_dict(rows(64)), "validation": Dataset.from_dict(rows(evaluated))}
         return DatasetDict(parts) if split is None else parts[split]
 
     return load
@@ -114,13 +118,15 @@ def run_script(job: dict[str, Any]) -> dict[str, list[float]]:
     if job["library"] and job["package"] != "accelerate":
         sys.meta_path.insert(0, Renamed(job["package"]))
     found: dict[str, list[float]] = {"losses": [], "metrics": []}
-    datasets.load_dataset = stand_in({"mrpc": pairs, "lines": lines}[job["text"]])
+    datasets.load_dataset = stand_in(*KINDS[job["text"]])
     evaluate.load = lambda *names, **options: Accuracy(found["metrics"])
     text = Path(job["script"]).read_text(encoding="utf-8")
     # The one change: the package's name, where it is imported.
     text = re.sub(
         r"^(\s*(?:from|import)) accelerate\b(?!\.test_utils)", rf"\1 {job['package']}", text, flags=re.MULTILINE
     )
+    for words, others in job["replaced"].items():
+        text = text.replace(words, others)
     record(__import__(job["package"]).Accelerator, found["losses"])
     sys.argv = [job["script"], *job["arguments"]]
     module = ModuleType("__main__")
@@ -143,6 +149,9 @@ def run_rank(job: dict[str, Any], rank: int, port: int) -> int:
         os.environ.update({name: str(value) for name, value in places.items()})
         os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port))
     sys.path[:0] = job["path"]
+    # transformers has imported the version that the environment of the tests may have; the job's own comes first.
+    for name in [name for name in sys.modules if name.partition(".")[0] == "accelerate"]:
+        del sys.modules[name]
     try:
         found = run_script(job)
     except BaseException:
@@ -159,7 +168,6 @@ def free_port() -> int:
 
 
 def main() -> None:
-    # Without Accelerate on the path: transformers needs none for this, and jobs bring versions of their own.
     import datasets  # noqa: F401
     import evaluate  # noqa: F401
     import torch

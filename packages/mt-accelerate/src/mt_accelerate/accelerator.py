@@ -32,6 +32,7 @@ from mt_accelerate.operations import (
     on_tensors,
     world_ranks,
 )
+from mt_accelerate.read_attributes import ReadAttributes
 from mt_accelerate.refused_names import refuse_attribute, refuse_options
 from mt_accelerate.state import (
     AcceleratorState,
@@ -51,7 +52,7 @@ from mt_core.plugins import load_plugins
 METRICS = "metrics.jsonl"
 
 
-class Accelerator(Processes):
+class Accelerator(ReadAttributes, Processes):
     """Runs a program's model, optimizer, scheduler and loaders on all ranks.
 
     With megatron_lm_plugin, or where the launcher has requested Megatron-LM, the model is one of mt under the layout of
@@ -171,38 +172,6 @@ class Accelerator(Processes):
         return self.state.mixed_precision
 
     @property
-    def split_batches(self) -> bool:
-        return self._config.split_batches
-
-    @property
-    def dispatch_batches(self) -> bool | None:
-        return self._config.dispatch_batches
-
-    @property
-    def even_batches(self) -> bool:
-        return self._config.even_batches
-
-    @property
-    def use_seedable_sampler(self) -> bool:
-        return self._config.use_seedable_sampler
-
-    @property
-    def non_blocking(self) -> bool:
-        return self._config.non_blocking
-
-    @property
-    def use_stateful_dataloader(self) -> bool:
-        return False
-
-    # What the engines that are refused would have; programs ask for them to find out.
-    deepspeed_plugin: None = None
-    is_fsdp2: bool = False
-    fp8_backend: None = None
-    parallelism_config: None = None
-    is_composable_parallelism_enabled: bool = False
-    should_save_model: bool = True
-
-    @property
     def save_iteration(self) -> int:
         return self.project_configuration.iteration
 
@@ -234,8 +203,10 @@ class Accelerator(Processes):
         return self._own_modules("prepare_scheduler").prepare_scheduler(scheduler)
 
     def prepare_data_loader(self, data_loader: Any, device_placement: bool | None = None) -> Any:
+        if isinstance(self._run, MegatronRun):
+            return self._run.prepare_loader(data_loader)
         place = self.device_placement if device_placement is None else device_placement
-        return self._own_modules("prepare_data_loader").prepare_loader(data_loader, place)
+        return self._run.prepare_loader(data_loader, place)
 
     def _own_modules(self, name: str) -> OwnModules:
         if isinstance(self._run, MegatronRun):
@@ -279,7 +250,7 @@ class Accelerator(Processes):
 
     def join_uneven_inputs(self, joinables: Sequence[Any], even_batches: bool | None = None) -> Any:
         """Ranks whose batches end earlier take part in the reductions of the others."""
-        return self._own_modules("join_uneven_inputs").join(joinables, even_batches)
+        return self._run.join(joinables, even_batches)
 
     def autocast(self, autocast_handler: Any = None) -> Any:
         """The precision of the program; with Megatron-LM the engine has it."""

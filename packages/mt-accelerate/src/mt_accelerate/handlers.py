@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Iterable, Sequence
+from copy import deepcopy
 from dataclasses import dataclass, field, fields, replace
 from datetime import timedelta
 from enum import StrEnum
@@ -29,6 +30,9 @@ class DDPCommunicationHookType(StrEnum):
 @dataclass
 class KwargsHandler:
     """Base of the objects of `Accelerator(kwargs_handlers=[...])`."""
+
+    def to_dict(self) -> dict[str, Any]:
+        return {option.name: deepcopy(getattr(self, option.name)) for option in fields(self)}
 
     def to_kwargs(self) -> dict[str, Any]:
         """The options that differ from their defaults."""
@@ -244,6 +248,12 @@ class ProjectConfiguration:
             )
         if self.logging_dir is None:
             object.__setattr__(self, "logging_dir", self.project_dir)
+
+    def set_directories(self, project_dir: str | None = None) -> None:
+        """Of a configuration that was made before the folder was known."""
+        object.__setattr__(self, "project_dir", project_dir)
+        if self.logging_dir is None:
+            object.__setattr__(self, "logging_dir", project_dir)
 
     @classmethod
     def of(

@@ -30,6 +30,8 @@ ATTRIBUTES: Mapping[str, str] = {
     "maybe_context_parallel": "MegatronLMPlugin(context_parallel_size=...) divides sequences in the model's call",
     "deepspeed_ulysses_dl_adapter": "MegatronLMPlugin(context_parallel_size=...) divides sequences",
     "lomo_backward": "LOMO updates weights in the backward pass, before gradients are summed over ranks",
+    "step": "the steps of an Accelerator with the plugin are model.iteration; a program counts its own",
+    "flag_tensor": "set_trigger and check_trigger are the interface; nothing else of it is kept",
     "verify_device_map": "models are on one device each; from_pretrained(device_map=...) is for generation",
 }
 """Attributes of Accelerator."""
@@ -64,6 +66,7 @@ FSDP = "MegatronLMPlugin(use_custom_fsdp=True) is FSDP2"
 DEEPSPEED = "MegatronLMPlugin(use_distributed_optimizer=True) is ZeRO-1, use_custom_fsdp=True shards weights, too"
 STARTING = "processes are started by mt launch"
 COMPILING = "call torch.compile(model) before prepare; models of mt have train.compile"
+LOADER = "Accelerator.prepare and prepare_data_loader divide loaders over processes, by the Accelerator's configuration"
 INNER = "it is of Accelerate's inside; nothing here has it"
 MODULES = "modules of mt_accelerate have other names; import the name itself from mt_accelerate or mt_accelerate.utils"
 NAMES: Mapping[str, str] = {
@@ -109,12 +112,15 @@ NAMES: Mapping[str, str] = {
     **dict.fromkeys(("convert_dict_to_env_variables", "debug_launcher", "install_xla"), STARTING),
     **dict.fromkeys(("prepare_multi_gpu_env", "prepare_sagemager_args_inputs", "prepare_tpu"), STARTING),
     **dict.fromkeys(("prepare_simple_launcher_cmd_env", "write_basic_config"), STARTING),
+    **dict.fromkeys(
+        ("prepare_data_loader", "SeedableRandomSampler", "BatchSamplerShard", "IterableDatasetShard"), LOADER
+    ),
     "add_model_config_to_megatron_parser": "any family of mt is prepared; MegatronLMPlugin has no parser of its own",
     "is_habana_gaudi1": "mt runs on CPUs and CUDA GPUs",
     "is_peft_model": "isinstance(model, peft.PeftModel) says it",
-    **dict.fromkeys(("commands", "data_loader", "hooks", "inference", "launchers", "optimizer", "scheduler"), MODULES),
-    **dict.fromkeys(("ao", "bnb", "constants", "dataclasses", "environment", "fsdp_utils", "imports"), MODULES),
-    **dict.fromkeys(("launch", "megatron_lm", "memory", "modeling", "offload", "operations", "other"), MODULES),
+    **dict.fromkeys(("commands", "hooks", "inference", "launchers", "optimizer", "scheduler"), MODULES),
+    **dict.fromkeys(("ao", "bnb", "constants", "environment", "fsdp_utils", "imports"), MODULES),
+    **dict.fromkeys(("launch", "megatron_lm", "memory", "modeling", "offload", "other"), MODULES),
     **dict.fromkeys(("random", "torch_xla", "transformer_engine", "versions"), MODULES),
 }
 """Names of accelerate and accelerate.utils."""

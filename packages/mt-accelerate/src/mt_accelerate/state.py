@@ -283,7 +283,14 @@ class AcceleratorState(Processes):
     deepspeed_plugin: None = None
     fsdp_plugin: None = None
     is_fsdp2: bool = False
+    # What the engines that are refused would have; programs ask for them to find out.
+    deepspeed_plugins: None = None
+    torch_tp_plugin: None = None
+    parallelism_config: None = None
+    device_mesh: None = None
+    dynamo_plugin: None = None
     fork_launched: bool = False
+    debug: bool = False
     initialized: bool = True
     _device: torch.device
 
@@ -307,9 +314,18 @@ class AcceleratorState(Processes):
         return self._device
 
     @property
+    def backend(self) -> str | None:
+        """What sends between processes; None for one process."""
+        return dist.get_backend() if dist.is_initialized() else None
+
+    @property
     def main_process_index(self) -> int:
         """The last rank with Megatron-LM, which has the last pipeline stage; else the first."""
         return self.num_processes - 1 if self.distributed_type == DistributedType.MEGATRON_LM else 0
+
+    @classmethod
+    def _reset_state(cls, reset_partial_state: bool = False) -> None:
+        """Accelerate's tests call it. Each Accelerator has a state of its own."""
 
 
 class PartialState(Processes):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
@@ -31,11 +32,34 @@ class MegatronLMDummyDataLoader:
 
 
 class _RankOrder:
-    """The indices of each batch of a rank: a batch sampler. Every rank follows the order that the first rank draws."""
+    """The indices of each batch of a rank: a batch sampler. Every rank follows the order that the first rank draws.
+
+    even_batches: the last batch is filled up from the beginning of the data; programs set it.
+    """
 
     def __init__(self, sampler: Any, ctx: ParallelContext, micro_size: int, global_size: int, drop_last: bool) -> None:
         self.sampler, self.ctx, self.micro_size, self.drop_last = sampler, ctx, micro_size, drop_last
         self.global_size = global_size
+        self._even_batches = True
+
+    @property
+    def batch_size(self) -> int:
+        """Samples of a batch of this rank."""
+        return self.global_size // self.ctx.dp.size
+
+    @property
+    def even_batches(self) -> bool:
+        return self._even_batches
+
+    @even_batches.setter
+    def even_batches(self, value: bool) -> None:
+        if not value and self.ctx.dp.size > 1:
+            warnings.warn(
+                f"even_batches=False: {self.ctx.dp.size} data-parallel ranks of Megatron-LM need as many samples each, "
+                "so that the last batch is filled up; gather_for_metrics leaves the repetitions out",
+                stacklevel=2,
+            )
+        self._even_batches = bool(value)
 
     def __len__(self) -> int:
         full, rest = divmod(len(self.sampler), self.global_size)
@@ -49,18 +73,23 @@ class _RankOrder:
             # dp = 2, 2 micro-batches of 1: rank 0 has samples 0 and 2 of a global
             # batch, rank 1 has 1 and 3, as in `mt train`.
             groups = micro_batch_samples(start, self.global_size, self.micro_size, self.ctx.dp.rank, self.ctx.dp.size)
-            # The last batch is filled up from the beginning, as Accelerate does.
-            yield [order[index % len(order)] for group in groups for index in group]
+            indices = [index for group in groups for index in group]
+            if not self._even_batches and self.ctx.dp.size == 1:
+                yield [order[index] for index in indices if index < len(order)]
+            else:
+                # The last batch is filled up from the beginning, as Accelerate does.
+                yield [order[index % len(order)] for index in indices]
 
 
 class DataParallelLoader:
-    """This rank's batches of a DataLoader, on its device: num_micro_batches micro-batches each.
+    """This rank's batches of a DataLoader, on its device: num_micro_batches micro-batches each. It has the attributes
+    of a DataLoader.
 
     remainder: samples of the last global batch that are no repetitions, 0 if it is full.
     """
 
     def __init__(self, loader: DataLoader[Any], engine: Engine, gradients: GradientState) -> None:
-        self.ctx, self.dataset, self.gradients = engine.ctx, loader.dataset, gradients
+        self.ctx, self.base_dataloader, self.gradients = engine.ctx, loader, gradients
         self.batches_left = 0
         micro_size = engine.config.train.micro_batch_size
         self._order = _RankOrder(loader.sampler, engine.ctx, micro_size, engine.batch_size.full, loader.drop_last)
@@ -75,6 +104,31 @@ class DataParallelLoader:
         )
         self.remainder = 0 if loader.drop_last else len(loader.sampler) % self.total_batch_size  # type: ignore[arg-type]
         self.at_end = False
+
+    def __getattr__(self, name: str) -> Any:
+        # What is not of the division: dataset, collate_fn, num_workers. `_loader` itself is missing while unpickling.
+        if name.startswith("__") or name == "_loader":
+            raise AttributeError(name)
+        return getattr(self._loader, name)
+
+    @property
+    def end_of_dataloader(self) -> bool:
+        """Whether the loop has the last batch."""
+        return self.at_end
+
+    @property
+    def total_dataset_length(self) -> int:
+        return len(self.base_dataloader.dataset)  # type: ignore[arg-type]
+
+    def get_sampler(self) -> Any:
+        """What draws the order of the program's samples."""
+        return self.base_dataloader.sampler
+
+    def set_epoch(self, epoch: int) -> None:
+        """Sets the epoch of a sampler and a data set that follow it."""
+        for follower in (self.base_dataloader.sampler, self.base_dataloader.dataset):
+            if hasattr(follower, "set_epoch"):
+                follower.set_epoch(epoch)
 
     @property
     def total_batch_size(self) -> int:

@@ -153,6 +153,12 @@ class MegatronLMOptimizerWrapper(Optimizer):
         """Raises ConfigError: every process has a part of the state."""
         raise ConfigError("the optimizer's state is in parts over the processes; accelerator.save_state(DIR) writes it")
 
+    def train(self) -> None:
+        """Does nothing: none of the optimizers that the engine has switches between training and evaluation."""
+
+    def eval(self) -> None:
+        """Does nothing, as `train`."""
+
     def step(self, closure: Any = None) -> None:  # type: ignore[override]
         """Does nothing, unless the program accumulates batches itself: updates the weights."""
         self._finish()

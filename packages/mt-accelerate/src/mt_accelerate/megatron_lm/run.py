@@ -9,9 +9,15 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.utils.data import DataLoader
 
 from mt_accelerate.megatron_lm.configuration import data_parallel_size
-from mt_accelerate.megatron_lm.data_loaders import DataParallelLoader, SkippedLoader, dataset_iterators
+from mt_accelerate.megatron_lm.data_loaders import (
+    DataParallelLoader,
+    SkippedLoader,
+    dataset_iterators,
+    require_splittable,
+)
 from mt_accelerate.megatron_lm.engine import MegatronEngine
 from mt_accelerate.megatron_lm.optimizers import MegatronLMOptimizerWrapper
 from mt_accelerate.megatron_lm.preparation import Prepared, build_engine
@@ -27,6 +33,7 @@ from mt_accelerate.megatron_lm.schedulers import (
 from mt_accelerate.megatron_lm_plugin import MegatronLMPlugin
 from mt_accelerate.operations import RANKS, data_parallel_ranks, on_first_rank
 from mt_accelerate.state import AcceleratorState, GradientState
+from mt_accelerate.without_plugin.loaders import evenly
 from mt_ckpt.convert.engine import convert
 from mt_ckpt.files.sizes import parse_bytes
 from mt_core.checkpoint_specs import ConvertOptions
@@ -61,7 +68,7 @@ class MegatronRun:
 
     def prepare(self, accelerator: Any, objects: Sequence[Any]) -> list[Any]:
         if self._model is not None:
-            raise ConfigError("an Accelerator prepares one model, and this one has one; make another Accelerator")
+            return [self._prepare_later(value) for value in objects]
         parts = Prepared.of(tuple(objects))
         program = torch.get_rng_state()  # the engine seeds torch's generator for dropout
         engine = build_engine(parts, self.state, accelerator, self._host)
@@ -84,10 +91,7 @@ class MegatronRun:
             prepared[id(parts.scheduler)] = self._scheduler
         elif parts.scheduler is not None:
             prepared[id(parts.scheduler)] = MegatronLMSchedulerWrapper(engine.engine)
-        self._loaders = [DataParallelLoader(loader, engine.engine, self.gradients) for loader in parts.loaders]
-        prepared |= {
-            id(loader): prepared_loader for loader, prepared_loader in zip(parts.loaders, self._loaders, strict=True)
-        }
+        prepared |= {id(loader): self.prepare_loader(loader) for loader in parts.loaders}
         results = [prepared.get(id(value), value) for value in objects]
         if parts.dummy is not None:
             self._iterators = dataset_iterators(engine, self._host)
@@ -95,6 +99,23 @@ class MegatronRun:
             # The one dummy stands three times, for training, validation and test in this order.
             results = [next(iterators) if value is parts.dummy else value for value in results]
         return results
+
+    def _prepare_later(self, value: Any) -> Any:
+        if isinstance(value, DataLoader):
+            return self.prepare_loader(value)
+        if isinstance(value, DataParallelLoader):
+            return value
+        raise ConfigError(
+            f"prepare() of a {type(value).__name__}: an Accelerator prepares one model, and this one has one; make "
+            "another Accelerator"
+        )
+
+    def prepare_loader(self, loader: DataLoader[Any]) -> DataParallelLoader:
+        """A loader of the prepared model. Raises ConfigError for one whose samples have no index."""
+        require_splittable(loader)
+        prepared = DataParallelLoader(loader, self.prepared.engine, self.gradients)
+        self._loaders.append(prepared)
+        return prepared
 
     @property
     def prepared(self) -> MegatronEngine:
@@ -119,6 +140,10 @@ class MegatronRun:
     def no_sync(self, model: Any) -> Any:
         """Calls of the model add to a step that the program's optimizer ends."""
         return self.prepared.no_sync()
+
+    def join(self, joinables: Sequence[Any], even_batches: bool | None) -> Any:
+        """Every rank has as many batches, so that none waits for others."""
+        return evenly((loader.batch_sampler for loader in self._loaders), even_batches)
 
     def _end_step(self) -> None:
         # As Accelerate's optimizers, which do nothing in the other batches of `accumulate`.

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from importlib import import_module
+from importlib.util import find_spec
 from typing import Any
 
 from mt_accelerate.handlers import (
@@ -165,4 +167,6 @@ __all__ = [
 
 def __getattr__(name: str) -> Any:
     """is_..._available() of packages; names that mt does not have raise RefusedNameError with the reason."""
+    if not name.startswith("_") and find_spec(f"{__name__}.{name}") is not None:
+        return import_module(f"{__name__}.{name}")
     return available(name) or refuse_name("accelerate.utils", name)

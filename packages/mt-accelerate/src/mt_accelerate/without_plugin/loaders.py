@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -22,6 +23,7 @@ class RankBatches(BatchSampler):
         # No call of BatchSampler's: it requires a sampler of single indices, and programs give batch samplers.
         self.sampler: Any = sampler
         self.ranks, self.config = ranks, config
+        self._even_batches: bool | None = None
         self.batch_size: int | None = getattr(sampler, "batch_size", None)  # type: ignore[assignment]
         self.drop_last = bool(getattr(sampler, "drop_last", False))
         size, count = self.batch_size, ranks.size
@@ -31,6 +33,15 @@ class RankBatches(BatchSampler):
                 "leave split_batches out"
             )
 
+    @property
+    def even_batches(self) -> bool:
+        """Whether the last batches are filled up; programs set it for one loader, else the configuration says it."""
+        return self.config.even_batches if self._even_batches is None else self._even_batches
+
+    @even_batches.setter
+    def even_batches(self, value: bool | None) -> None:
+        self._even_batches = value
+
     def __len__(self) -> int:
         whole, size = len(self.sampler), self.ranks.size
         if self.config.split_batches:
@@ -38,7 +49,7 @@ class RankBatches(BatchSampler):
         full, more = divmod(whole, size)
         if self.drop_last or not more:
             return full
-        return full + 1 if self.config.even_batches else full + (self.ranks.rank < more)
+        return full + 1 if self.even_batches else full + (self.ranks.rank < more)
 
     def __iter__(self) -> Iterator[list[int]]:
         if self.ranks.size == 1:
@@ -48,7 +59,7 @@ class RankBatches(BatchSampler):
         batches: list[list[int]] = from_first_rank(list(self.sampler) if self.ranks.rank == 0 else [])
         if not self.config.split_batches and self.drop_last:
             batches = batches[: len(batches) // self.ranks.size * self.ranks.size]
-        if self.config.even_batches and not self.drop_last:
+        if self.even_batches and not self.drop_last:
             batches = self._filled_up(batches)
         yield from (self._part(batches) if self.config.split_batches else batches[self.ranks.rank :: self.ranks.size])
 
@@ -189,7 +200,18 @@ class PreparedLoader:
         """The same batches without the first ones, in the next epoch."""
         shortened = PreparedLoader(self.base_dataloader, self._ranks, self.device, self.gradient_state, self.config)
         shortened._skip = count
+        if isinstance(self.batch_sampler, RankBatches):
+            shortened.batch_sampler.even_batches = self.batch_sampler._even_batches
         return shortened
+
+    def get_sampler(self) -> Any:
+        """What draws the order of the program's samples."""
+        return self.base_dataloader.sampler
+
+    @property
+    def end_of_dataloader(self) -> bool:
+        """Whether the loop has the last batch."""
+        return self.at_end
 
     def __len__(self) -> int:
         return max(len(self._loader) - self._skip, 0)
@@ -220,6 +242,20 @@ class PreparedLoader:
         if self.device is None:
             return batch
         return send_to_device(batch, self.device, non_blocking=self.config.non_blocking)
+
+
+@contextmanager
+def evenly(samplers: Iterable[Any], even_batches: bool | None) -> Iterator[None]:
+    """Batch samplers fill up their last batches or not; None: as they are."""
+    changed = [] if even_batches is None else [one for one in samplers if hasattr(one, "even_batches")]
+    before = [sampler.even_batches for sampler in changed]
+    for sampler in changed:
+        sampler.even_batches = even_batches
+    try:
+        yield
+    finally:
+        for sampler, value in zip(changed, before, strict=True):
+            sampler.even_batches = value
 
 
 class SeededOrder(RandomSampler):

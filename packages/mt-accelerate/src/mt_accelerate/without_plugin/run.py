@@ -20,7 +20,7 @@ from mt_accelerate.megatron_lm.schedulers import MegatronLMDummyScheduler
 from mt_accelerate.operations import data_parallel_ranks, on_first_rank
 from mt_accelerate.state import AcceleratorState, GradientState
 from mt_accelerate.without_plugin import models
-from mt_accelerate.without_plugin.loaders import PreparedLoader, rows_without_repetitions
+from mt_accelerate.without_plugin.loaders import PreparedLoader, evenly, rows_without_repetitions
 from mt_accelerate.without_plugin.optimizers import PreparedOptimizer, PreparedScheduler
 from mt_ckpt.files.sizes import parse_bytes
 from mt_core.errors import ConfigError
@@ -157,7 +157,7 @@ class OwnModules:
         if even_batches is not None:
             self.config.even_batches = even_batches
         try:
-            with context:
+            with context, evenly((loader.batch_sampler for loader in self.loaders), even_batches):
                 yield
         finally:
             self.config.even_batches = before
