@@ -1,5 +1,5 @@
-"""Triton kernels of whole sequences of the gated delta rule: in Triton's interpreter against a formula in fp64,
-compiled for Hopper, and refused where they do not serve."""
+"""Triton kernels of whole sequences of the gated delta rule and of Kimi delta attention: in Triton's interpreter
+against a formula in fp64, compiled for Hopper, and refused where they do not serve."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from tests.core.nn.kernels.interpreter import run_interpreted
 from torch import Tensor
 
 from mt_core.errors import ConfigError
-from mt_models.blocks.delta_backends import GATED, RuleSizes, build_rules
+from mt_models.blocks.delta_backends import GATED, KIMI, RuleSizes, build_rules
 from mt_models.blocks.gated_delta_rule import DeltaInputs
 
 
@@ -43,6 +43,11 @@ LARGEST = {torch.float32: 2e-6, torch.bfloat16: 3e-2}
 interpreter."""
 
 
+RULES = ("gated", "kimi")
+OF_CHANNELS = ("odd sizes, shared keys", "documents in and at the end of chunks", "128 channels in bf16")
+"""Cases of Kimi delta attention, whose other kernels are those of the gated rule"""
+
+
 class Drawn(NamedTuple):
     inputs: DeltaInputs
     state: Tensor | None
@@ -51,8 +56,8 @@ class Drawn(NamedTuple):
     """Of outputs and of the last state."""
 
 
-def draw(case: Case) -> Drawn:
-    """Queries, keys and values side by side in one tensor, as a projection leaves them."""
+def draw(case: Case, by_channel: bool = False) -> Drawn:
+    """Queries, keys and values side by side in one tensor, as a projection leaves them. by_channel: so are decays."""
     generator = torch.Generator().manual_seed(1)
 
     def normal(*shape: int) -> Tensor:
@@ -62,7 +67,7 @@ def draw(case: Case) -> Drawn:
     mixed = normal(rows, case.length, 2 * keys + values).to(case.dtype)
     q, k, v = mixed.split((keys, keys, values), -1)
     q, k, v = q.unflatten(-1, (-1, case.dim)), k.unflatten(-1, (-1, case.dim)), v.unflatten(-1, (-1, case.value))
-    g = -0.3 * normal(rows, case.length, case.heads).exp()
+    g = -0.3 * normal(rows, case.length, case.heads, *([case.dim] if by_channel else [])).exp()
     beta = normal(rows, case.length, case.heads).sigmoid().to(case.dtype)
     state = normal(rows, case.heads, case.dim, case.value)
     begins = torch.tensor(case.documents)
@@ -86,7 +91,7 @@ def formula(x: DeltaInputs, state: Tensor | None, documents: Tensor | None) -> t
     for t in range(v.shape[1]):
         if documents is not None and t:
             s = s * (documents[:, t] == documents[:, t - 1])[:, None, None, None]
-        s = s * g[:, t, :, None, None].exp()
+        s = s * (g[:, t, :, None, None] if g.dim() == 3 else g[:, t, ..., None]).exp()
         u = beta[:, t, :, None] * (v[:, t] - torch.einsum("bhd,bhdv->bhv", k[:, t], s))
         s = s + k[:, t, :, :, None] * u[:, :, None]
         outputs.append(torch.einsum("bhd,bhdv->bhv", q[:, t], s) / k.shape[-1] ** 0.5)
@@ -105,25 +110,28 @@ def results(rule: Any, drawn: Drawn, dtype: torch.dtype | None) -> list[Tensor]:
     return [o, last, *torch.autograd.grad((o, last), leaves, (do, dlast))]
 
 
-def errors_of_rules(rank: int, world: int) -> dict[str, dict[str, float]]:
-    from mt_models.blocks.triton_kernels.gated_delta_rule import triton_gated_delta_rule
-
+def errors_of_rules(rank: int, world: int, kind: str) -> dict[str, dict[str, float]]:
+    recurrence = {"gated": GATED, "kimi": KIMI}[kind]
+    assert recurrence.triton is not None
     errors = {}
     for name, case in CASES.items():
+        if kind == "kimi" and name not in OF_CHANNELS:
+            continue
 
         def rule(x: DeltaInputs, state: Tensor | None, ids: Tensor | None, size: int = case.size) -> Any:
-            return triton_gated_delta_rule(x, chunk_size=size, state=state, segment_ids=ids)
+            return recurrence.triton(x, chunk_size=size, state=state, segment_ids=ids)  # type: ignore[misc]
 
-        drawn = draw(case)
+        drawn = draw(case) if kind == "gated" else draw(case._replace(groups=case.heads), by_channel=True)
         both = zip(results(rule, drawn, None), results(formula, drawn, torch.float64), strict=True)
         errors[name] = {n: float((x - y).abs().max() / y.abs().max()) for n, (x, y) in zip(NAMES, both, strict=False)}
     return errors
 
 
 @pytest.mark.long
-def test_kernels_compute_the_formula_and_its_gradients() -> None:
-    (errors,) = run_interpreted(errors_of_rules)
-    assert errors.keys() == CASES.keys()
+@pytest.mark.parametrize("kind", RULES)
+def test_kernels_compute_the_formula_and_its_gradients(kind: str) -> None:
+    (errors,) = run_interpreted(errors_of_rules, kind)
+    assert set(errors) == set(CASES if kind == "gated" else OF_CHANNELS)
     for name, found in errors.items():
         limit = LARGEST[CASES[name].dtype]
         assert {n: error for n, error in found.items() if not error < limit} == {}, name
@@ -163,6 +171,32 @@ def test_kernels_compile_for_hopper_without_spills(dim, value, size, tmp_path, m
         assert kernel.shared <= 232_448, kernel.name
         # 64 rows are what wgmma multiplies.
         assert size < 64 or "wgmma.mma_async" in kernel.ptx, kernel.name
+
+
+def whole_kimi_rule() -> None:
+    from mt_models.blocks.triton_kernels.kimi_delta_rule import triton_kimi_rule
+
+    half = {"device": "meta", "dtype": torch.bfloat16, "requires_grad": True}
+    q, k, v, g = (torch.empty(2, 4096, 32, 128, **half) for _ in range(4))
+    inputs = DeltaInputs(q, k, v, g.float(), torch.empty(2, 4096, 32, **half))
+    o, last = triton_kimi_rule(inputs, chunk_size=64)
+    torch.autograd.grad((o, last), tuple(inputs), (torch.empty_like(o), torch.empty_like(last)))
+
+
+@pytest.mark.long
+def test_products_decayed_by_channel_compile_for_hopper_without_spills(tmp_path, monkeypatch) -> None:
+    """The kernels that Kimi delta attention does not have in common with the gated rule, with heads of Kimi Linear."""
+    pytest.importorskip("triton")
+    from tests.core.nn.kernels.recorded_launches import compiled, launches_of
+
+    monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))
+    launches = launches_of(whole_kimi_rule, monkeypatch.setattr)
+    assert len(launches) == 4 + 6  # backward computes states again
+    own = [launch for launch in launches if "_of_chunks" not in launch.kernel.__name__]
+    for kernel in (compiled(launch, tmp_path) for launch in own):
+        assert kernel.stack == 0, kernel.name
+        assert "wgmma.mma_async" in kernel.ptx, kernel.name
+    assert len(own) == 4
 
 
 # -- the choice ----------------------------------------------------------------------------------------

@@ -48,6 +48,12 @@ def _triton_gated_rule(inputs: DeltaInputs, **options: Any) -> tuple[Tensor, Ten
     return triton_gated_delta_rule(inputs, **options)
 
 
+def _triton_kimi_rule(inputs: DeltaInputs, **options: Any) -> tuple[Tensor, Tensor]:
+    from mt_models.blocks.triton_kernels.kimi_delta_rule import triton_kimi_rule
+
+    return triton_kimi_rule(inputs, **options)
+
+
 GATED = Recurrence(
     chunked_delta_rule,
     recurrent_delta_rule,
@@ -57,7 +63,15 @@ GATED = Recurrence(
     has_step=True,
     triton=_triton_gated_rule,
 )
-KIMI = Recurrence(chunked_kimi_rule, recurrent_kimi_rule, "fla.ops.kda", fla_kimi_rule, fla_kimi_step, has_step=True)
+KIMI = Recurrence(
+    chunked_kimi_rule,
+    recurrent_kimi_rule,
+    "fla.ops.kda",
+    fla_kimi_rule,
+    fla_kimi_step,
+    has_step=True,
+    triton=_triton_kimi_rule,
+)
 RWKV7 = Recurrence(
     chunked_rwkv7_rule, recurrent_rwkv7_rule, "fla.ops.rwkv7", fla_rwkv7_rule, fla_rwkv7_step, has_step=False
 )
