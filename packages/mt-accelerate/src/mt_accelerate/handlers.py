@@ -250,7 +250,7 @@ class ProjectConfiguration:
             object.__setattr__(self, "logging_dir", self.project_dir)
 
     def set_directories(self, project_dir: str | None = None) -> None:
-        """Of a configuration that was made before the folder was known."""
+        """Set the folders of a configuration that was made before they were known."""
         object.__setattr__(self, "project_dir", project_dir)
         if self.logging_dir is None:
             object.__setattr__(self, "logging_dir", project_dir)

@@ -6,7 +6,7 @@ from typing import Any
 
 
 def __getattr__(name: str) -> Any:
-    """As of `mt_accelerate.utils`, which refuses with the reason what mt does not have."""
+    """Give the names of `mt_accelerate.utils`; those that mt does not have raise RefusedNameError with the reason."""
     if name.startswith("__"):
         raise AttributeError(name)
     import mt_accelerate.utils
