@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import pytest
 
-from mt_ckpt.megatron.metadata import optimizer_options
+from mt_ckpt.megatron.arguments import Arguments
+from mt_ckpt.megatron.metadata import metadata_of, optimizer_options, scheduler_value
 from mt_core.errors import CheckpointError
 
 GPT = {"family": "gpt", "num_layers": 2, "hidden_size": 16, "num_attention_heads": 2, "max_position_embeddings": 8}
@@ -51,3 +54,27 @@ def test_a_weight_decay_that_megatron_does_not_have_is_refused(host) -> None:
 def test_without_a_length_of_the_training_it_is_the_highest(host) -> None:
     metadata = {"iteration": 5, "consumed_samples": 40, "config": {"model": GPT, "optimizer": {"lr": LR}}}
     assert optimizer_options(metadata, host)["lr"] == LR
+
+
+def test_skipped_steps_are_not_counted_by_the_scheduler(host) -> None:
+    """Megatron's scheduler stays where it is in a skipped step, its samples are consumed."""
+    metadata = {
+        "iteration": DONE,
+        "consumed_samples": 4 * DONE,
+        "schedule_samples": 4 * (DONE - 2),
+        "config": {
+            "model": GPT,
+            "train": {"global_batch_size": 4, "train_iters": ITERATIONS},
+            "optimizer": {"lr": LR, "min_lr": 0.0},
+            "lr_schedule": {"lr_decay_style": "linear", "lr_warmup_iters": 0},
+        },
+    }
+    assert optimizer_options(metadata, host)["lr"] == pytest.approx(LR * (1 - (DONE - 2) / ITERATIONS))
+    assert scheduler_value(metadata, host)["num_steps"] == 4 * (DONE - 2)
+
+
+@pytest.mark.parametrize(("scheduler", "expected"), [({"num_steps": 12}, 12), ({"num_iters": 8}, 8), (None, 20)])
+def test_a_run_continues_where_the_scheduler_of_megatron_stands(scheduler, expected: int) -> None:
+    common = {"iteration": DONE, "opt_param_scheduler": scheduler}
+    metadata = metadata_of(Arguments({"consumed_train_samples": 20}, Path("model_optim_rng.pt")), common, GPT)
+    assert (metadata["consumed_samples"], metadata["schedule_samples"]) == (20, expected)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import os
 import signal
 import threading
@@ -90,6 +91,47 @@ def test_fp16_starts_by_finding_its_loss_scale(tiny) -> None:
     trainer.train()
     assert trainer.state.skipped_iterations > 0
     assert trainer.engine.scaler.scale < 1e30
+
+
+def test_skipped_steps_do_not_bring_the_schedules_forward(tiny) -> None:
+    """Megatron's scheduler stays where it is in a skipped step. Linear decay of the learning rate, linear increase of
+    the weight decay; a log line of skipped steps alone has no loss, which is not 0."""
+    lines, decays = [], []
+
+    class Rows(Callback):
+        def on_step_end(self, run, metrics) -> None:
+            decays.append(max(group["weight_decay"] for group in run.engine.optimizer.param_groups))
+
+        def on_log(self, run, metrics) -> None:
+            lines.append((metrics["learning_rate"], metrics["loss"], metrics["skipped_since_log"]))
+
+    config = tiny(
+        "precision.dtype=fp16",
+        "precision.initial_loss_scale=1e8",
+        "precision.hysteresis=1",
+        "precision.loss_scale_window=1000",
+        "train.train_iters=30",
+        "logging.log_interval=1",
+        "optimizer.lr=0.01",
+        "optimizer.min_lr=0.0",
+        "optimizer.weight_decay_incr_style=linear",
+        "optimizer.start_weight_decay=0.0",
+        "optimizer.end_weight_decay=0.8",
+        "lr_schedule.lr_decay_style=linear",
+        "lr_schedule.lr_warmup_iters=0",
+    )
+    trainer = Trainer(config, callbacks=[Rows()])
+    trainer.train()
+    skipped = trainer.state.skipped_iterations
+    assert 0 < skipped < 30
+    done = 0
+    for (rate, loss, was_skipped), decay in zip(lines, decays, strict=True):
+        assert rate == pytest.approx(0.01 * (1 - done / 30))
+        assert decay == pytest.approx(0.8 * done / 30)
+        assert math.isnan(loss) == bool(was_skipped)
+        done += 1 - was_skipped
+    batch = trainer.engine.config.train.global_batch_size
+    assert (trainer.state.schedule_samples, trainer.state.consumed_samples) == ((30 - skipped) * batch, 30 * batch)
 
 
 def test_samples_and_ramp_up(tiny) -> None:

@@ -128,7 +128,8 @@ def build_engine(program: Prepared, state: AcceleratorState, accelerator: Any, h
         loaded = load_config(sections=configured, host=host)
     engine = MegatronEngine(loaded, plugin, reader, program.model.config.to_dict(), accelerator, host)
     # Of training alone: the plugin has refused numbers for validation and test.
-    engine.engine.state.consumed_samples = (plugin.consumed_samples or [0])[0]
+    counters = engine.engine.state
+    counters.consumed_samples = counters.schedule_samples = (plugin.consumed_samples or [0])[0]
     return engine
 
 

@@ -28,9 +28,11 @@ CARRIED = ("checkpoint_version", "opt_param_scheduler", "num_floating_point_oper
 
 def metadata_of(args: Arguments, common: Mapping[str, Any], section: Mapping[str, Any]) -> dict[str, Any]:
     """JSON values. common: what is the same on all ranks. section: [model]."""
+    consumed, scheduler = int(args.get("consumed_train_samples", 0)), common.get("opt_param_scheduler") or {}
     return {
         "iteration": int(common.get("iteration", 0) or 0),
-        "consumed_samples": int(args.get("consumed_train_samples", 0)),
+        "consumed_samples": consumed,
+        "schedule_samples": int(scheduler.get("num_steps", scheduler.get("num_iters", consumed))),
         "skipped_iterations": 0,
         "config": {"model": dict(section), **run_sections(args)},
         KEY: {
@@ -81,7 +83,7 @@ def scheduler_value(metadata: Mapping[str, Any], host: PluginHost) -> dict[str, 
     return {
         "max_lr": config.optimizer.lr,
         "lr_warmup_steps": span.warmup,
-        "num_steps": consumed,
+        "num_steps": _scheduled(metadata),
         "lr_decay_style": config.lr_schedule.lr_decay_style,
         "lr_decay_steps": span.decay,
         "min_lr": config.optimizer.min_lr,
@@ -109,14 +111,14 @@ def optimizer_options(metadata: Mapping[str, Any], host: PluginHost) -> dict[str
             "matrix and no bias or norm, whatever a checkpoint says; convert without the optimizer's state "
             "(--target-optimizer-format none)"
         )
-    horizon, highest = _horizon(config, consumed), config.optimizer.lr
+    horizon, highest, scheduled = _horizon(config, consumed), config.optimizer.lr, _scheduled(metadata)
     # Without a length of the training its schedule has no next step.
-    learning_rate = lr_schedule(config, host, horizon)(consumed) if _has_length(config) else highest
+    learning_rate = lr_schedule(config, host, horizon)(scheduled) if _has_length(config) else highest
     values = {**AdamConfig().model_dump(), **config.optimizer.model_dump(), "max_lr": highest}
     carried = {name: value for name, value in _carried(metadata).items() if name in ("min_lr", "max_lr")}
     options = {**values, **carried, "lr": learning_rate}
     weight_decay = weight_decay_schedule(config.optimizer, horizon.total_samples)
-    return options if weight_decay is None else {**options, "weight_decay": weight_decay(consumed)}
+    return options if weight_decay is None else {**options, "weight_decay": weight_decay(scheduled)}
 
 
 def _carried(metadata: Mapping[str, Any]) -> Mapping[str, Any]:
@@ -133,6 +135,11 @@ def _weight_decays(config: OptimizerConfig) -> tuple[float | None, float | None]
 
 def _consumed(metadata: Mapping[str, Any]) -> int:
     return int(metadata.get("consumed_samples", 0))
+
+
+def _scheduled(metadata: Mapping[str, Any]) -> int:
+    """Samples of the steps that changed the weights, in fp16 fewer than those consumed."""
+    return int(metadata.get("schedule_samples", _consumed(metadata)))
 
 
 def _config(metadata: Mapping[str, Any], host: PluginHost) -> Config:

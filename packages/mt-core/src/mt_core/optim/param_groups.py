@@ -93,7 +93,7 @@ def _empty_group(weight_decay: float, lr_mult: float, eps_mult: float, apart: bo
 # -- schedules of single groups: decoupled learning rate and weight decay ---------------------------------
 
 BySamples = Callable[[int], float]
-"""consumed samples -> the value for the step that starts after them"""
+"""samples of the steps that changed the weights -> the value for the step that starts after them"""
 
 # Fraction of the training -> fraction of the increase: 0 at 0, 1 at 1.
 _RISES: dict[WeightDecayStyle, Callable[[float], float]] = {

@@ -41,7 +41,7 @@ class LRSchedule:
     """Whether the learning rate is min_lr after the decay; False for a constant one."""
 
     def __call__(self, consumed_samples: int) -> float:
-        """The learning rate of the step that starts after `consumed_samples`."""
+        """The learning rate of the step that starts after so many samples of steps that changed the weights."""
         # At exactly `warmup` samples the decays give max_lr too.
         if self.span.warmup and consumed_samples <= self.span.warmup:
             return self.init_lr + (self.max_lr - self.init_lr) * consumed_samples / self.span.warmup

@@ -371,7 +371,8 @@ class Engine:
         counts = self.normalization.counts(rank_batch.micro_batches)
         pending, traced = self._step(batches, learning_rate, counts)
         num_samples = sum(len(samples) for samples in rank_batch.samples) * self.ctx.dp.size
-        self.count_step(num_samples)
+        # A deferred step that changes nothing ends training; of others the numbers have arrived.
+        self.state.count(num_samples, updated=self.step.deferred or pending.result().updated)
         return StepRecord(
             rank_batch,
             pending,
@@ -390,13 +391,8 @@ class Engine:
 
     def next_learning_rate(self) -> float:
         """Learning rate of the next step, by the schedule; sets what single parameter groups have beside it."""
-        self.group_schedules.prepare(self.optimizer.param_groups, self.state.consumed_samples)
-        return self.schedule(self.state.consumed_samples)
-
-    def count_step(self, num_samples: int) -> None:
-        """Advance the counters by a step on so many samples of all ranks."""
-        self.state.iteration += 1
-        self.state.consumed_samples += num_samples
+        self.group_schedules.prepare(self.optimizer.param_groups, self.state.schedule_samples)
+        return self.schedule(self.state.schedule_samples)
 
     def _step(
         self, batches: list[Batch], learning_rate: float, counts: LossCounts

@@ -207,9 +207,8 @@ class RunState:
 
     def _restore_progress(self, reader: CheckpointReader) -> None:
         restore_rng(reader, self.ctx)
-        for key in asdict(self.state):
-            # Last of all, so that an error before leaves the counters as they were.
-            setattr(self.state, key, int(reader.metadata[key]))
+        # Last of all, so that an error before leaves the counters as they were.
+        self.state.restore(reader.metadata)
 
     def load_model(self, reader: CheckpointReader, layouts: Mapping[str, ParameterLayout]) -> None:
         """Load the model weights. Raises CheckpointError unless names and shapes match."""

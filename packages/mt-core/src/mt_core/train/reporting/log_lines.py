@@ -27,7 +27,7 @@ def megatron_step_line(metrics: Metrics, last_iteration: int) -> str:
         *([f"throughput per GPU (TFLOP/s/GPU): {metrics['tflops']:.1f}"] if "tflops" in metrics else []),
         f"learning rate: {metrics['learning_rate']:.6E}",
         f"global batch size: {metrics['global_batch_size']:5d}",
-        f"lm loss: {metrics['loss']:.6E}",
+        *([] if math.isnan(float(metrics["loss"])) else [f"lm loss: {metrics['loss']:.6E}"]),
         f"loss scale: {metrics['loss_scale']:.1f}",
         f"grad norm: {metrics['grad_norm']:.3f}",
         *([f"num zeros: {metrics['zeros_in_grad']}"] if "zeros_in_grad" in metrics else []),
@@ -85,10 +85,11 @@ def stamped(text: str) -> str:
 
 def step_line(metrics: Metrics, last_iteration: int) -> str:
     """One line about a step: `step 20/300 | loss 3.4652 | grad norm 0.950 | lr 2.90e-03 | 731.4 ms | 11,200 tokens/s |
-    395.1 TFLOP/s | MFU 39.9%`, the last two where they are known, of one device."""
+    395.1 TFLOP/s | MFU 39.9%`, the last two where they are known, of one device. There is no loss where all steps since
+    the last line were skipped."""
     parts = [
         f"step {metrics['iteration']}/{last_iteration}",
-        f"loss {metrics['loss']:.4f}",
+        *([] if math.isnan(float(metrics["loss"])) else [f"loss {metrics['loss']:.4f}"]),
         f"grad norm {metrics['grad_norm']:.3f}",
         f"lr {metrics['learning_rate']:.2e}",
         f"{1000 * float(metrics['iteration_time']):.1f} ms",

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import re
 import time
 from collections.abc import Iterator
@@ -138,8 +139,8 @@ class StepMetrics:
     def _means(self, window: LogWindow) -> MetricValues:
         seconds = window.seconds
         return {
-            # Skipped steps have no loss to average.
-            "loss": window.loss / max(window.updates, 1),
+            # Skipped steps have no loss to average, and 0 would be one.
+            "loss": window.loss / window.updates if window.updates else math.nan,
             "skipped_since_log": window.steps - window.updates,
             "iteration_time": seconds / window.steps,
             **self._speed(window.tokens, window.samples, seconds),

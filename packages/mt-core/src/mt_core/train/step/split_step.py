@@ -41,8 +41,6 @@ class StepParts(Protocol):
 
     def next_learning_rate(self) -> float: ...
 
-    def count_step(self, num_samples: int) -> None: ...
-
 
 class SplitStep:
     """One optimizer step on `micro_batches` micro-batches of each data-parallel rank.
@@ -105,9 +103,9 @@ def finish_step(
     """
     rate = engine.next_learning_rate() if learning_rate is None else learning_rate
     _, all_tokens = engine.step.global_counts(LossCounts(tokens=tokens))
-    pending = engine.step.finish(contribution, rate, all_tokens)
-    engine.count_step(rows * engine.ctx.dp.size)
-    return pending.result()
+    outcome = engine.step.finish(contribution, rate, all_tokens).result()
+    engine.state.count(rows * engine.ctx.dp.size, updated=outcome.updated)
+    return outcome
 
 
 def _require_whole(engine: StepParts) -> None:
