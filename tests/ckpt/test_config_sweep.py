@@ -99,7 +99,13 @@ TELLING = {
     "gemma3": ("attn_logit_softcapping", "rope_scaling"),
     "gpt_neox": ("rope_parameters", "rotary_pct"),
     "nemotron": ("rope_parameters", "rope_scaling"),
-    "t5": ("dense_act_fn", "feed_forward_proj", "is_gated_act", "relative_attention_max_distance"),
+    "t5": (
+        "dense_act_fn",
+        "feed_forward_proj",
+        "is_gated_act",
+        "relative_attention_max_distance",
+        "tie_word_embeddings",
+    ),
     "qwen3_next": ("layer_types", "rope_parameters", "norm_topk_prob", "linear_conv_kernel_dim"),
     "qwen3_5_text": ("layer_types", "rope_parameters", "attention_bias", "head_dim"),
     "gemma4_text": ("layer_types", "rope_parameters", "num_kv_shared_layers", "per_layer_config", "head_dim"),
@@ -163,6 +169,28 @@ def test_telling_fields_changed_by_themselves(host, tmp_path: Path, name: str) -
         chosen += [change for field in TELLING[name] for change in telling(by_field[field])]
         assert set(TELLING[name]) <= set(by_field)
         assert failures([sweep.judge(path, value) for path, value in chosen]) == []
+
+
+MEDIA = {
+    "gemma4 without its tower": ("image_token_id", "video_token_id", "audio_token_id"),
+    "gemma4 with pictures": ("video_token_id", "audio_token_id"),
+    "kimi_k25 without its tower": ("image_token_id", "video_token_id"),
+    "kimi_k25": ("video_token_id",),
+}
+"""Fields of tokens in whose place media would be, and which classes embed as another token in a text without them."""
+IN_TEXT = 1
+"""A token of the inputs of these cases."""
+
+
+@pytest.mark.long
+@pytest.mark.slow
+@pytest.mark.parametrize("name", MEDIA)
+def test_tokens_of_media_in_a_text_without_them(host, tmp_path: Path, name: str) -> None:
+    with quiet():
+        sweep = Sweep(name, tmp_path, host)
+        outcomes = [sweep.judge((key,), IN_TEXT).outcome for key in MEDIA[name]]
+    # The class computes something else, and mt the same.
+    assert outcomes == [Outcome.SAME] * len(outcomes)
 
 
 def test_every_type_of_every_family_has_a_case(host) -> None:

@@ -254,6 +254,16 @@ def test_an_output_matrix_that_is_said_to_be_tied_must_be(host) -> None:
         load_reference(model, reference.state_dict() | {"lm_head.weight": torch.ones(101, 32)}, HUGGING_FACE)
 
 
+@pytest.mark.parametrize(("stated", "scaled"), [({}, False), ({"scale_decoder_outputs": True}, True)])
+def test_a_file_without_lm_head_is_tied_whatever_it_says(stated, scaled) -> None:
+    """The class ties its LM head then, and reads tie_word_embeddings as the scale of its input."""
+    external = reference_of("T5").config.to_dict() | {"tie_word_embeddings": False}
+    del external["scale_decoder_outputs"]
+    keys = HUGGING_FACE.read_config(HUGGING_FACE.held({**external, **stated}, ["shared.weight"]))
+    assert not keys["untie_embeddings_and_output_weights"]
+    assert keys["scale_output"] is scaled
+
+
 def test_what_the_format_cannot_say_is_not_written(host) -> None:
     """Megatron's T5 is written as a Blenderbot, where it is one; T5's own format has no words for the rest."""
     change = ["train.train_iters=1", "model.add_output_bias=false"]

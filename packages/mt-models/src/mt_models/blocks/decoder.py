@@ -20,6 +20,7 @@ from mt_core.parallel.context import ParallelContext
 from mt_core.parallel.pipeline.stage import Stage, whole
 from mt_models.blocks.attention import SelfAttention
 from mt_models.blocks.config import DecoderConfig
+from mt_models.blocks.placeholder_config import PlaceholderKeys
 from mt_models.blocks.rotary import RotaryAngles, build_rotary
 from mt_models.blocks.transformer import BranchNormLayer, LayerConfigLike, TransformerLayer, TransformerStack
 
@@ -45,11 +46,12 @@ class DecoderConfigLike(LayerConfigLike, EmbeddingConfigLike, Protocol):
 
 
 class TokenEmbedding(LayoutModule):
-    """Token embeddings."""
+    """Token embeddings. Tokens in the place of other media are embedded as another token (`PlaceholderKeys`)."""
 
     def __init__(self, config: EmbeddingConfigLike, ctx: ParallelContext) -> None:
         super().__init__(ctx)
         assert config.vocab_size is not None  # the trainer fills it in from the tokenizer
+        self.placeholders = config if isinstance(config, PlaceholderKeys) else PlaceholderKeys()
         self.word_embeddings = VocabParallelEmbedding(
             config.vocab_size,
             config.hidden_size,
@@ -60,7 +62,14 @@ class TokenEmbedding(LayoutModule):
 
     def forward(self, tokens: Tensor, position_ids: Tensor) -> Tensor:
         """[B, S] ids and positions -> [B, S, H]"""
-        return self.word_embeddings(tokens)
+        return self.word_embeddings(without_placeholders(tokens, self.placeholders))
+
+
+def without_placeholders(tokens: Tensor, keys: PlaceholderKeys) -> Tensor:
+    """tokens [B, S] with the token that stands for placeholders in their place."""
+    for placeholder in keys.placeholder_token_ids:
+        tokens = tokens.masked_fill(tokens == placeholder, keys.placeholder_embedding_id)
+    return tokens
 
 
 class CausalDecoder(Model):

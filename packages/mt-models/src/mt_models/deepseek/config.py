@@ -14,11 +14,12 @@ from mt_core.config.schema import Config
 from mt_core.errors import ConfigError
 from mt_models.blocks.config import check_decoder
 from mt_models.blocks.moe import MoEOptions
+from mt_models.blocks.placeholder_config import PlaceholderKeys
 from mt_models.blocks.prediction_config import PredictionKeys, check_prediction
 from mt_models.flops import Convention, TokenFlops, dense_feed_forward_flops, moe_flops
 
 
-class DeepseekConfig(PredictionKeys):
+class DeepseekConfig(PlaceholderKeys, PredictionKeys):
     """DeepSeek-V2 (2024) and DeepSeek-V3 (2024)."""
 
     normalization: Literal["LayerNorm", "RMSNorm"] = "RMSNorm"

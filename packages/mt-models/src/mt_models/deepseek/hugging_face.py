@@ -407,10 +407,16 @@ V3 = ConfigMap(
 )
 
 KIMI_TOWER_KEYS = (
-    "projection_hidden_size", "projection_layer_norm_eps", "media_placeholder_token_id", "ignore_index",
-    "use_unified_vision_chunk", "video_placeholder",
+    "projection_hidden_size", "projection_layer_norm_eps", "ignore_index", "use_unified_vision_chunk",
+    "video_placeholder",
 )  # fmt: skip
+KIMI_PLACEHOLDERS = {"image_token_id": 163605, "video_token_id": 163840}
+"""Keys of tokens that the class embeds as token 0, and their defaults."""
 KIMI_K25_TEXT = replace(V3, architecture="kimi_k25 (text_config)")
+KIMI_K25 = replace(
+    decoder_within("kimi_k25", KIMI_K25_TEXT, "deepseek_v3", KIMI_TOWER_KEYS, KIMI_PLACEHOLDERS),
+    spellings={"media_placeholder_token_id": "image_token_id"},
+)
 
 HUGGING_FACE = HuggingFaceFamily(
     family="deepseek",
@@ -418,7 +424,7 @@ HUGGING_FACE = HuggingFaceFamily(
         "deepseek_v2": V2,
         "deepseek_v3": V3,
         "kimi_k2": replace(V3, architecture="kimi_k2"),
-        "kimi_k25": decoder_within("kimi_k25", KIMI_K25_TEXT, "deepseek_v3", KIMI_TOWER_KEYS),
+        "kimi_k25": KIMI_K25,
     },
     name_map=name_map,
     model_type_of=model_type_of,

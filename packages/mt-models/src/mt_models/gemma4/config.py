@@ -14,9 +14,10 @@ from mt_core.config_map import MegatronMap
 from mt_core.errors import ConfigError
 from mt_models.blocks.config import RMSNormDecoderConfig, check_decoder, check_tensor_parallel
 from mt_models.blocks.moe import MoEOptions
+from mt_models.blocks.placeholder_config import PlaceholderKeys
 
 
-class Gemma4Config(RMSNormDecoderConfig):
+class Gemma4Config(PlaceholderKeys, RMSNormDecoderConfig):
     """Gemma 4 (2026), text only."""
 
     untie_embeddings_and_output_weights: bool = False

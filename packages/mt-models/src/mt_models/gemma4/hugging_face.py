@@ -31,6 +31,7 @@ from mt_models.blocks.hugging_face_decoder import (
 )
 from mt_models.blocks.hugging_face_moe import ExpertNames, expert_rules, written_packed
 from mt_models.blocks.hugging_face_rope_by_kind import export_rope_by_kind, import_rope_by_kind
+from mt_models.blocks.hugging_face_tower import import_placeholders
 from mt_models.blocks.moe import ANY, MoEOptions
 from mt_models.gemma4.config import Gemma4Config
 from mt_models.hugging_face import (
@@ -328,9 +329,11 @@ GEMMA4_UNIFIED = ConfigMap(
 
 OF_TOWERS = "of the towers for pictures and sound, which this family does not have: text alone is computed"
 OUTER_KEYS = (
-    "vision_config", "audio_config", "boi_token_id", "eoi_token_id", "image_token_id", "video_token_id", "boa_token_id",
-    "eoa_token_id", "eoa_token_index", "audio_token_id", "initializer_range", "vision_soft_tokens_per_image",
+    "vision_config", "audio_config", "boi_token_id", "eoi_token_id", "boa_token_id", "eoa_token_id", "eoa_token_index",
+    "initializer_range", "vision_soft_tokens_per_image",
 )  # fmt: skip
+MEDIA = {"image_token_id": 258880, "video_token_id": 258884, "audio_token_id": 258881}
+"""Keys of tokens that the class embeds as that of padding in a text without pictures and sound, and their defaults."""
 
 
 def with_towers(kind: str, decoder: ConfigMap) -> ConfigMap:
@@ -340,14 +343,16 @@ def with_towers(kind: str, decoder: ConfigMap) -> ConfigMap:
         text = dict(external.get("text_config") or {})
         # The outer class ties its LM head by its own key.
         text["tie_word_embeddings"] = external.get("tie_word_embeddings", True)
-        return decoder.import_value(text)
+        values = decoder.import_value(text)
+        padding = text.get("pad_token_id") or 0
+        return {**values, **import_placeholders(external, MEDIA, values["vocab_size"], padding)}
 
     return ConfigMap(
         architecture=kind,
         fields=(),
         ignored={**IGNORED, **dict.fromkeys(OUTER_KEYS, OF_TOWERS)},
         import_extra=import_extra,
-        import_extra_keys=("text_config", "tie_word_embeddings"),
+        import_extra_keys=("text_config", "tie_word_embeddings", *MEDIA),
         export_extra=_never_written,
     )
 

@@ -25,7 +25,7 @@ from mt_core.nn.linear import ColumnParallelLinear, RowParallelLinear
 from mt_core.nn.norm import Norm, build_norm
 from mt_core.parallel.context import ParallelContext
 from mt_core.parallel.pipeline.stage import Stage
-from mt_models.blocks.decoder import attention_core
+from mt_models.blocks.decoder import attention_core, without_placeholders
 from mt_models.blocks.norm import ScaleFreeRMSNorm, WideRMSNorm
 from mt_models.blocks.rotary import (
     FixedRotary,
@@ -235,7 +235,7 @@ class Gemma4Model(SoftcappedDecoder):
         cache: Cache | None,
         stage: Stage,
     ) -> Tensor:
-        embeddings = self.embeddings_of_layers(tokens, hidden)
+        embeddings = self.embeddings_of_layers(without_placeholders(tokens, self.config), hidden)
         shared = SharedKV()
 
         def call(number: int, layer: nn.Module, x: Tensor) -> Tensor:

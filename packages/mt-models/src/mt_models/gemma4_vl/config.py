@@ -182,6 +182,9 @@ class Gemma4VLConfig(DynamicResolutionConfig):
     """A table with the keys of the family gemma4, and those of its images. The vocabulary is model.vocab_size."""
     image_token_index: NonNegativeInt = 258880
     """The id that stands for an image in the text, once for each of its pooled squares of patches."""
+    video_token_index: NonNegativeInt = 258884
+    """The id that stands for a video, which the model does not take: it is embedded as the token of padding,
+    model.language_model.per_layer_image_token. So is audio_token_index without an audio tower."""
     audio_model: Annotated[Gemma4AudioConfig | None, BeforeValidator(audio_section)] = None
     """A table with the keys of the audio tower, which E2B and E4B have. Default: the model takes no sound."""
     audio_token_index: NonNegativeInt = 258881
@@ -189,6 +192,13 @@ class Gemma4VLConfig(DynamicResolutionConfig):
     freeze: list[SoundPart] = Field(default_factory=list)  # type: ignore[assignment]
     """Parts that are not trained: vision_model, vision_projection, language_model, and of a model with an audio tower
     audio_model and audio_projection."""
+
+    @property
+    def decoder(self) -> Any:
+        """With the tokens of media that the model does not take."""
+        tokens = [self.video_token_index, *([self.audio_token_index] if self.audio_model is None else [])]
+        padding = self.language_model.per_layer_image_token
+        return super().decoder.model_copy(update={"placeholder_token_ids": tokens, "placeholder_embedding_id": padding})
 
     def sound_positions(self, samples: int) -> int:
         """Audio tokens of a sound of so many samples at 16 kHz."""

@@ -184,6 +184,7 @@ GEMMA4 = ConfigMap(
     fields=(
         Field("image_token_id", "image_token_index", default=258880),
         Field("audio_token_id", "audio_token_index", default=258881),
+        Field("video_token_id", "video_token_index", default=258884),
     ),
     fixed=NOT_A_CHOICE,
     ignored={
@@ -192,7 +193,6 @@ GEMMA4 = ConfigMap(
             ("boa_token_id", "eoa_token_id", "eoa_token_index"), "marks sound in texts, which the tokenizer's tokens do"
         ),
         **dict.fromkeys(("boi_token_id", "eoi_token_id"), "marks images in texts, which the tokenizer's tokens do"),
-        "video_token_id": "of videos, which the model does not take",
         "vision_soft_tokens_per_image": "of the image processor",
         "initializer_range": "of both parts together, which have their own",
     },

@@ -92,8 +92,15 @@ class KimiK25Config(DynamicResolutionConfig):
     """A table with the keys of the family deepseek. The vocabulary is model.vocab_size."""
     image_token_index: NonNegativeInt = 163605
     """The id that stands for an image in the text, once for each of its merged patches."""
+    video_token_index: NonNegativeInt = 163840
+    """An id that is embedded as token 0. Views of videos have image_token_index."""
     projection_norm_epsilon: Annotated[float, Field(ge=0)] = 1e-5
     """Added to the variance in the norm in front of the projection."""
+
+    @property
+    def decoder(self) -> Any:
+        """With the token of videos, which no video replaces."""
+        return super().decoder.model_copy(update={"placeholder_token_ids": [self.video_token_index]})
 
     @property
     def projection_weights(self) -> int:

@@ -162,11 +162,14 @@ def export_parts(model: Mapping[str, Any]) -> dict[str, Any]:
 
 KIMI_K25 = ConfigMap(
     architecture="kimi_k25",
-    fields=(Field("image_token_id", "image_token_index", default=163605),),
+    fields=(
+        Field("image_token_id", "image_token_index", default=163605),
+        Field("video_token_id", "video_token_index", default=163840),
+    ),
     fixed=NOT_A_CHOICE,
     ignored={
         **IGNORED,
-        **dict.fromkeys(("video_token_id", "video_placeholder", "use_unified_vision_chunk"), OF_VIDEOS),
+        **dict.fromkeys(("video_placeholder", "use_unified_vision_chunk"), OF_VIDEOS),
         **dict.fromkeys(
             ("vision_start_token_id", "vision_end_token_id"), "marks images in texts, which the tokenizer's tokens do"
         ),

@@ -248,11 +248,13 @@ def model_type_of(config: T5Config) -> str:
 
 
 def held(external: Mapping[str, Any], names: Iterable[str]) -> Mapping[str, Any]:
-    """The classes of mT5 and UMT5 take tie_word_embeddings for true and look into the file: without an LM head it is
-    the embedding, and mT5's is never scaled, whether it is tied or not."""
+    """The classes take tie_word_embeddings for true and look into the file: without an LM head it is the embedding.
+    mT5's is never scaled, whether it is tied or not; of T5 the field says so, where no other one does."""
     kind, has_head = external.get("model_type"), "lm_head.weight" in set(names)
     if kind == "mt5" or (kind == UMT5 and not has_head):
         return {**external, "tie_word_embeddings": not has_head}
+    if kind == "t5" and not has_head and external.get("tie_word_embeddings") is False:
+        return {"scale_decoder_outputs": False, **external, "tie_word_embeddings": True}
     return external
 
 
