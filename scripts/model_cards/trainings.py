@@ -1,4 +1,7 @@
-"""Small trainings of each family, whose layouts are compared: decoders on the built-in corpus, and the examples."""
+"""Small trainings of each family, whose layouts are compared.
+
+Decoders on the built-in corpus, the examples, and heads on files of a task.
+"""
 
 from __future__ import annotations
 
@@ -14,6 +17,7 @@ from tests.ckpt.convert_cases import MODELS
 from tests.dist.test_family_layouts import FAMILIES, SETTINGS, settings
 from tests.docs.blocks import ROOT, blocks, commands
 from tests.infer.test_families import GPT_OSS
+from tests.models.rule_tasks import write_mnli, write_race, write_vocabulary
 
 DECODERS = {**MODELS, **{name: keys for name, keys in FAMILIES.items() if name in MODELS}, "gpt_oss": GPT_OSS}
 SHORT = tuple(setting for setting in SETTINGS if not setting.startswith("data."))
@@ -29,9 +33,24 @@ EXAMPLES: dict[str, tuple[str, tuple[str, ...]]] = {
     },
     "modernbert": ("bert", ("data.bert_binary_head=false", "model.local_attention=32")),
     "bart": ("t5", ("model.activation=gelu", "model.max_position_embeddings=128")),
-    "biencoder": ("ict", ()),
+    # Texts of one micro-batch are told apart, and those of other data-parallel ranks.
+    "biencoder": ("ict", ("train.micro_batch_size=4", "train.global_batch_size=8")),
 }
 """Family -> a file in examples/, and what it changes there."""
+HEADS = (
+    "bert_classification",
+    "bert_multiple_choice",
+    "modernbert_classification",
+    "gpt_classification",
+    "llama_classification",
+)
+"""Families that train on files of a task."""
+HEAD_SETTINGS = (
+    *(f"model.{key}={value}" for key, value in (("num_layers", 2), ("hidden_size", 32), ("num_attention_heads", 2))),
+    "train.loss=classification",
+    # A class is chosen by few numbers, of which a small model makes nearly equal ones.
+    "model.init_method_std=0.1",
+)
 DROPPED = {
     "modernbert": ("max_position_embeddings", "hidden_dropout"),
     "bart": ("untie_embeddings_and_output_weights",),
@@ -46,7 +65,16 @@ def trainings(family: str) -> Iterator[tuple[str, Training]]:
         words = words_folder() if family in WORDS else None
         experts = "experts" in (ROOT / "examples" / f"{example}.toml").read_text(encoding="utf-8")
         overrides = (*SHORT, f"model.family={family}", *changes)
-        yield family, Training(example, overrides, experts, family != "smolvlm", DROPPED.get(family, ()), words)
+        yield (
+            family,
+            Training(
+                example, overrides, experts, family not in ("smolvlm", "biencoder"), DROPPED.get(family, ()), words
+            ),
+        )
+        return
+    if family in HEADS:
+        overrides = (*SHORT, *HEAD_SETTINGS, f"model.family={family}", *task_settings(family))
+        yield family, Training(None, overrides, whole_sequences=True)
         return
     for name, keys in DECODERS.items():
         if keys["family"] == family:
@@ -59,6 +87,20 @@ def decoder(keys: dict[str, Any]) -> dict[str, Any]:
         # An even number, which two ranks divide.
         keys["moe"] = {**keys["moe"], "num_experts": 2 * keys["moe"]["num_experts"]}
     return keys
+
+
+def task_settings(family: str) -> list[str]:
+    """What a head reads: texts between marks for encoders, texts that end with EOD for decoders."""
+    folder = Path(mkdtemp(prefix="mt-cards-"))
+    if family.endswith("multiple_choice"):
+        task = ["data.dataset_type=race", f'data.train_data_path=["{write_race(folder / "race", 16, 0)}"]']
+    else:
+        path = write_mnli(folder / "train.tsv", 64, 0)
+        task = ["data.dataset_type=mnli", "model.num_classes=3", f'data.train_data_path=["{path}"]']
+    if family.startswith(("gpt", "llama")):
+        return [*task, "data.sequence_format=eod", "data.seq_length=48", "model.max_position_embeddings=48"]
+    words = ["tokenizer.tokenizer_type=BertWordPieceLowerCase", f"tokenizer.vocab_file={write_vocabulary(folder)}"]
+    return [*task, *words, "data.seq_length=16", "model.max_position_embeddings=16"]
 
 
 @cache
