@@ -100,7 +100,11 @@ def task_settings(family: str) -> list[str]:
     if family.startswith(("gpt", "llama")):
         return [*task, "data.sequence_format=eod", "data.seq_length=48", "model.max_position_embeddings=48"]
     words = ["tokenizer.tokenizer_type=BertWordPieceLowerCase", f"tokenizer.vocab_file={write_vocabulary(folder)}"]
-    return [*task, *words, "data.seq_length=16", "model.max_position_embeddings=16"]
+    shape = ["data.seq_length=16", "model.max_position_embeddings=16"]
+    if family.startswith("bert"):
+        # Attention drops other weights where its heads are divided.
+        shape += ["model.hidden_dropout=0.0", "model.attention_dropout=0.0"]
+    return [*task, *words, *shape]
 
 
 @cache
