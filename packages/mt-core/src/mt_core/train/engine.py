@@ -371,8 +371,8 @@ class Engine:
         counts = self.normalization.counts(rank_batch.micro_batches)
         pending, traced = self._step(batches, learning_rate, counts)
         num_samples = sum(len(samples) for samples in rank_batch.samples) * self.ctx.dp.size
-        # A deferred step that changes nothing ends training; of others the numbers have arrived.
-        self.state.count(num_samples, updated=self.step.deferred or pending.result().updated)
+        # A step that is skipped on the device ends training.
+        self.state.count(num_samples, updated=not pending.skipped)
         return StepRecord(
             rank_batch,
             pending,

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Protocol, runtime_checkable
 
 import torch
@@ -113,12 +113,16 @@ class StepOutcome:
 
 @dataclass(frozen=True)
 class PendingOutcome:
-    """numbers: loss, norm, auxiliary losses in the order of `auxiliary`, and the token count if on the device."""
+    """numbers: loss, norm, auxiliary losses in the order of `auxiliary`, and the token count if on the device.
+
+    skipped: the host has seen that the step changes nothing; False also where it decides on the device.
+    """
 
     numbers: HostTransfer
     auxiliary: Sequence[str]
     tokens: float | None = None
     zeros_in_grad: int | None = None
+    skipped: bool = False
 
     def result(self) -> StepOutcome:
         """Waits for this step, not for those launched after it."""
@@ -242,7 +246,8 @@ class OptimizerStep:
             # Waits for the device: the host decides whether to update.
             with self.time(DEVICE_WAIT):
                 outcome = pending.result()
-            self.scaler.update(overflowed=not outcome.updated)
+            pending = replace(pending, skipped=not outcome.updated)
+            self.scaler.update(overflowed=pending.skipped)
             if outcome.updated:
                 self._scale_gradients(clip_factor(outcome.grad_norm, self.clip_grad) / scale)
                 self._update(learning_rate)
