@@ -20,7 +20,9 @@ from tests.models.bert_reference import (
 )
 from torch import Tensor, nn
 
+from mt_ckpt.hugging_face.family import identify
 from mt_core.config.loading import load_config
+from mt_core.config_map import model_section
 from mt_core.errors import CheckpointError, ConfigError
 from mt_core.nn.layout import parameter_layouts
 from mt_core.nn.loss import cross_entropy, weighted_sum
@@ -52,6 +54,7 @@ KINDS: dict[str, tuple[str, dict[str, Any]]] = {
     "mbart": ("mbart", {"scale_embedding": True, "activation_function": "relu"}),
     "blenderbot": ("blenderbot", {"scale_embedding": True}),
     "blenderbot-small": ("blenderbot-small", {"activation_function": "gelu_new"}),
+    "blenderbot-small, scaled embeddings": ("blenderbot-small", {"scale_embedding": True}),
 }
 
 
@@ -83,6 +86,11 @@ def reference_of(kind: str, **more: Any) -> nn.Module:
     # A buffer, which is zeros in a new model.
     reference.final_logits_bias.copy_(0.3 * torch.randn(1, 101, generator=torch.Generator().manual_seed(3)))
     return reference
+
+
+def bare_config(kind: str) -> dict[str, Any]:
+    """config.json of a new configuration, which has no `architectures`."""
+    return {**getattr(transformers, CLASSES[kind]).config_class().to_dict(), "architectures": None}
 
 
 def samples() -> dict[str, Tensor]:
@@ -194,6 +202,24 @@ def test_a_class_has_its_own_defaults(host) -> None:
         read, bare = (HUGGING_FACE.read_config(one) for one in (defaults.to_dict(), {"model_type": kind}))
         assert read == bare
         assert set(CONFIG_MAPS) == set(CLASSES)
+
+
+@pytest.mark.parametrize("kind", ["blenderbot", "blenderbot-small"])
+def test_a_model_in_memory_without_the_name_of_its_class_is_read(kind: str, host) -> None:
+    """A T5 with learned positions has the same model_type: its reasons must not hide the family that fits."""
+    external = {**bare_config(kind), "scale_embedding": True}
+    section = model_section(external, host)
+    assert (section["family"], section["scale_embedding"]) == ("bart", True)
+
+
+def test_where_no_family_fits_the_reasons_of_all_are_named(host) -> None:
+    external = {**bare_config("blenderbot"), "scale_embedding": True, "decoder_attention_heads": 2}
+    both = (
+        "shared_position_embeddings is not true.*bart: encoder_attention_heads=32 and decoder_attention_heads=2 differ"
+    )
+    for read in (lambda: model_section(external, host), lambda: identify(external, [], host)):
+        with pytest.raises(ConfigError, match=both):
+            read()
 
 
 # -- bad input ------------------------------------------------------------------------------------

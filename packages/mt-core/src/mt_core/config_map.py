@@ -67,10 +67,15 @@ class ConfigMap:
     """The way back: external keys from the whole of [model]."""
     spellings: Mapping[str, str] = field(default_factory=dict)
     """Another name of a key -> the key, which is written."""
+    required: Mapping[str, str] = field(default_factory=dict)
+    """Key that has to be true -> what a file without it is. Checked first: such a file is of another map."""
 
     def import_value(self, external: Mapping[str, Any]) -> dict[str, Any]:
         """Keys of [model]. Raises ConfigError for a field that is unknown or has a value that is not supported."""
         external = self._with_one_spelling(external)
+        for key, otherwise in self.required.items():
+            if external.get(key) is not True:
+                raise ConfigError(f"{key} is not true: {otherwise}")
         # What `import_extra` reads has to be listed, since it receives the whole configuration.
         known = (
             {f.theirs for f in self.fields} | {f.theirs for f in self.fixed} | {*self.ignored, *self.import_extra_keys}
@@ -194,10 +199,28 @@ def model_section(external: Mapping[str, Any], host: PluginHost) -> dict[str, An
     if not able:
         known = ", ".join(sorted({name for family in families for name in family.model_types})) or "none"
         raise ConfigError(f"model_type={kind!r} is of no installed model family; known are {known}")
-    # "architectures" names the class that was saved, such as one with a classification head. A file without it is that
-    # of the first family.
-    family = next((family for family in able if listed[0] in family.architectures.values()), able[0])
-    return dict(family.read_config(external))
+    # "architectures" names the class that was saved, such as one with a classification head.
+    named = next((family for family in able if listed[0] in family.architectures.values()), None)
+    if named is not None:
+        return dict(named.read_config(external))
+    # A file without it is that of the first family that can read it.
+    reasons: dict[str, Exception] = {}
+    for family in able:
+        try:
+            return dict(family.read_config(external))
+        except ConfigError as error:
+            reasons[family.family] = error
+    raise all_refuse(reasons)
+
+
+def all_refuse(reasons: Mapping[str, Exception]) -> Exception:
+    """What to raise where each family that knows a model_type refuses a file. reasons: family -> its error. The error
+    itself where there is one family; else a ConfigError with those of all, since any of them may be the one that is
+    meant."""
+    if len(reasons) == 1:
+        return next(iter(reasons.values()))
+    listed = "; ".join(f"model.family={family}: {error}" for family, error in reasons.items())
+    return ConfigError(f"config.json fits none of the families that know its model_type: {listed}")
 
 
 # -- Megatron-Core: `ModelSpec.name_maps["megatron"]` ------------------------------------------------

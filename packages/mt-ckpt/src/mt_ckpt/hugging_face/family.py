@@ -11,6 +11,7 @@ from typing import Any, Protocol
 
 from mt_core.config.loading import config_from_dict
 from mt_core.config.schema import Config
+from mt_core.config_map import all_refuse
 from mt_core.errors import CheckpointError, ConfigError
 from mt_core.name_map import NameMap
 from mt_core.plugins import PluginHost
@@ -176,7 +177,12 @@ def _fitting(
             raise reasons[named or ""]  # else a damaged tower would be left out without a word
         return chosen
     # The reason that is shown is that of the family which config.json means.
-    raise reasons[named or able[0].family]
+    raise reasons[named] if named is not None else _why_none_fits(reasons)
+
+
+def _why_none_fits(reasons: Mapping[str, Exception]) -> Exception:
+    """A family that reads config.json and lacks tensors is nearer than one that cannot read it."""
+    return next((error for error in reasons.values() if isinstance(error, CheckpointError)), all_refuse(reasons))
 
 
 def _leaves_out(family: Family, config: Config, names: Iterable[str]) -> bool:

@@ -32,8 +32,10 @@ class StackInput(nn.Module):
 
     def __init__(self, config: BartConfig, ctx: ParallelContext, *, norm_before_positions: bool) -> None:
         super().__init__()
-        self.ctx, self.scale, self.offset = ctx, config.embedding_scale, config.position_offset
+        self.ctx, self.offset = ctx, config.position_offset
         self.norm_before_positions = norm_before_positions
+        # transformers does not scale what is normalized next: the norm takes the factor out again, but for its epsilon.
+        self.scale = 1.0 if norm_before_positions else config.embedding_scale
         rows, width = config.max_position_embeddings + config.position_offset, config.hidden_size
         self.position_embeddings = LearnedTable(rows, width, normal(config.init_method_std), ctx)
         self.layernorm: nn.Module | None = None

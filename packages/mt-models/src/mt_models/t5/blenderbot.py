@@ -148,8 +148,6 @@ def require_blenderbot(config: T5Config) -> None:
 
 
 def import_extra(external: Mapping[str, Any]) -> dict[str, Any]:
-    if not external.get(ONE_TABLE):
-        raise ConfigError(f"{ONE_TABLE} is not true: a table of positions for each stack is that of model.family=bart")
     values = {}
     for key, ours in BOTH_STACKS:
         encoder, decoder = external[f"encoder_{key}"], external[f"decoder_{key}"]
@@ -222,6 +220,8 @@ BLENDERBOT = ConfigMap(
         **dict.fromkeys(("num_hidden_layers", "num_attention_heads", "hidden_size"), "repeats another field"),
         "classifier_dropout": OF_HEADS,
     },
+    # Before the rest: a published Blenderbot has values that no T5 can have (scale_embedding).
+    required={ONE_TABLE: "a table of positions for each stack is that of model.family=bart"},
     import_extra=import_extra,
     import_extra_keys=(ONE_TABLE, *(f"{stack}_{key}" for stack in ("encoder", "decoder") for key, _ in BOTH_STACKS)),
     export_extra=export_extra,
