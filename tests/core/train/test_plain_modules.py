@@ -173,6 +173,14 @@ def normalized_run(folder: Path, *keys: str) -> Trainer:
     return trainer
 
 
+@pytest.mark.parametrize(("valid_data", "names"), [(Rows(8), ["valid"]), ({"a": Rows(8), "b": Rows(4)}, ["a", "b"])])
+def test_validation_data_is_one_data_set_or_several_by_name(valid_data: Any, names: list[str]) -> None:
+    trainer = Trainer(
+        load_config(overrides=KEYS), model=seeded(), loss=loss_of_rows, train_data=Rows(), valid_data=valid_data
+    )
+    assert sorted(trainer.validation.evaluate()) == [f"{name}_loss" for name in names]
+
+
 def test_a_resumed_run_ends_with_the_same_weights_and_buffers(tmp_path: Path) -> None:
     whole = normalized_run(tmp_path / "whole")
     normalized_run(tmp_path / "parts", "train.exit_iteration=2")

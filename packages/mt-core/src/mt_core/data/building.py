@@ -34,8 +34,12 @@ def build_datasets(config: Config, tokenizer: Tokenizer, split: Split, host: Plu
     built = spec.build.load()(config.data, tokenizer, request)
     if built is None:
         return {}
-    # A single data set stands under the name of its split.
-    return built if isinstance(built, Mapping) else {split: built}
+    return by_name(built, split)
+
+
+def by_name(data: Mapping[str, Dataset] | Dataset, split: Split) -> Mapping[str, Dataset]:
+    """Data sets by name; a single one stands under the name of its split."""
+    return data if isinstance(data, Mapping) else {split: data}
 
 
 def build_train_data(config: Config, tokenizer: Tokenizer, host: PluginHost) -> Dataset:

@@ -74,9 +74,9 @@ class Trainer:
 
     Every component can be passed in instead of being built from the configuration.
     model: any module; one whose parameters were not made with `LayoutModule.declare` is whole on each rank.
-    train_data, valid_data: data sets (valid by name). loss: (output, batch) -> losses [batch, sequence]. forward_step:
-    (model, batch) -> losses, in place of both the call of the model and the loss. callbacks: added to the configured
-    ones.
+    train_data, valid_data: data sets; of valid_data one, which is named "valid", or several by name.
+    loss: (output, batch) -> losses [batch, sequence]. forward_step: (model, batch) -> losses, in place of both the call
+    of the model and the loss. callbacks: added to the configured ones.
     run_dir: None writes nothing to disk. phases: notified of each phase of the run, for time limits over ranks.
     """
 
@@ -88,7 +88,7 @@ class Trainer:
         host: PluginHost | None = None,
         model: nn.Module | None = None,
         train_data: Dataset | None = None,
-        valid_data: Mapping[str, Dataset] | None = None,
+        valid_data: Mapping[str, Dataset] | Dataset | None = None,
         loss: Loss | None = None,
         forward_step: ForwardStep | None = None,
         callbacks: Sequence[Callback] = (),
@@ -147,8 +147,8 @@ class Trainer:
         self._data_identity = data_identity(self.train_data, self.engine.tokenizer)
         # After _restore(), which has read the identity of the stored data.
         self._check_data()
-        self.valid_data = (
-            valid_data
+        self.valid_data: Mapping[str, Dataset] = (
+            building.by_name(valid_data, "valid")
             if valid_data is not None
             else building.build_datasets(self.config, self.engine.tokenizer, "valid", self.host)
         )
@@ -195,7 +195,7 @@ class Trainer:
         return self.engine.state
 
     def _configured_data(
-        self, train_data: Dataset | None, valid_data: Mapping[str, Dataset] | None
+        self, train_data: Dataset | None, valid_data: Mapping[str, Dataset] | Dataset | None
     ) -> dict[str, Dataset]:
         """The data sets by name that the configuration describes, without those that the caller gave."""
         train = {"train": self.train_data} if train_data is None else {}
