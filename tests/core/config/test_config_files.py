@@ -10,7 +10,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from mt_core.config.files import MAX_NODES, MAX_YAML_DEPTH, parse_yaml
+from mt_core.config.files import MAX_NODES, MAX_YAML_DEPTH, parse_yaml, read_config_file
 from mt_core.config.loading import config_from_dict, load_config, load_config_anywhere
 from mt_core.errors import ConfigError, MtError, PluginError
 from mt_core.plugins import PluginHost
@@ -277,6 +277,13 @@ def test_a_byte_order_mark_names_the_encoding(
     mark = "\ufeff" if encoding.endswith(("le", "be")) else ""
     path.write_bytes((mark + text).replace("\n", "\r\n").encode(encoding))
     assert load_config(path, host=host).config.optimizer.lr == 1e-4
+
+
+@pytest.mark.parametrize("name", ["run.toml", "run.yaml", "run.json"])
+def test_an_empty_file_sets_no_key_in_every_format(name: str, tmp_path) -> None:
+    (tmp_path / name).write_text("\n")
+    preset, layer = read_config_file(tmp_path / name)
+    assert (preset, layer.values) == (None, {})
 
 
 @pytest.mark.parametrize(

@@ -199,3 +199,12 @@ def test_utf16_without_a_mark_is_named(encoding: str, text: str, tmp_path: Path)
 )
 def test_other_encodings_are_not_taken_for_utf16(text: str, encoding: str) -> None:
     assert utf16_without_mark(text.encode(encoding, errors="ignore")) is None
+
+
+def test_a_text_whose_ending_says_no_format_names_the_key_that_does(tmp_path: Path) -> None:
+    """Else it is taken for the prefix of a token file, whose absence is reported."""
+    source = tmp_path / "sub.py"
+    source.write_text("print(1)\n" * 400)
+    with pytest.raises(DataError, match=r'sub\.py is a file whose ending.*data\.input_format="text"'):
+        tokens_of([source])
+    assert tokens_of([source], input_format="text").tolist() == ids(source.read_text())

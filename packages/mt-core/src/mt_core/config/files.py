@@ -126,6 +126,8 @@ _TOML_KEY = re.compile(r"\s*([\w.\-\"']+(?:\s*\.\s*[\w\-\"']+)*)\s*=")
 def read_config_file(path: Path) -> tuple[str | None, Layer]:
     """The preset that the file names, if it does, and its values. Raises ConfigError for a file that cannot be read."""
     values = read_values(path)
+    if values is None:  # an empty YAML file
+        values = {}
     if not isinstance(values, dict):
         raise ConfigError(f"config file {path}: got a {type(values).__name__}, expected sections with keys")
     preset = values.pop("preset", None)
@@ -170,6 +172,9 @@ def _text(data: bytes) -> str:
 
 
 def _parse_json(text: str) -> Any:
+    # An empty file is one without keys, as in TOML.
+    if not text.strip():
+        return {}
     return json.loads(text, object_pairs_hook=_unique_keys)
 
 

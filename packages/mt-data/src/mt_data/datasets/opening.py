@@ -11,6 +11,7 @@ from typing import Any, Protocol
 
 from mt_core.errors import ConfigError, DataError
 from mt_core.interfaces import Dataset, Split, SplitRequest, Tokenizer
+from mt_core.paths import as_path
 from mt_data.datasets.blend import build_blend
 from mt_data.datasets.cache import IndexCache
 from mt_data.datasets.config import DEFAULT_SPLIT, Blend, BlendEntry, IndexedDataConfig, check_blend, is_number
@@ -109,6 +110,7 @@ def _token_file(
 ) -> str:
     """The prefix itself, or that of the tokens of a file of raw text."""
     if not is_raw_text(name, "auto" if raw_text is None else raw_text.input_format):
+        _refuse_unknown_text(name, raw_text)
         return name
     if raw_text is None:
         raise DataError(
@@ -116,6 +118,17 @@ def _token_file(
             "make token files of it with mt data preprocess and name their prefix"
         )
     return str(tokenized(name, raw_text, tokenizer, folder))
+
+
+def _refuse_unknown_text(name: str, raw_text: RawTextOptions | None) -> None:
+    """Raises DataError for a file that is no token file and whose ending does not say that it is text."""
+    if as_path(name).is_file() and not as_path(f"{name}.idx").exists():
+        how = "make token files of it with mt data preprocess --input-format text"
+        if raw_text is not None:
+            how = 'set data.input_format="text" (or jsonl, text-lines, parquet)'
+        raise DataError(
+            f"{name} is a file whose ending does not say its format; {how}, or name a prefix of token files"
+        )
 
 
 def open_tokens(prefix: str, config: IndexedDataConfig, tokenizer: Tokenizer) -> IndexedDataset:
