@@ -32,7 +32,7 @@ NOT_RUN = {
     "import RunOptions, clean, preset": "tests/data/corpora/test_building_corpora_page.py runs the page",
     "workers may import the script": "starts processes that import the script",
     "exit_code = launch(8": "starts eight processes; tests/dist/test_launch_local.py does so",
-    "with rank_session(": "needs a GPU, and the reader's own step",
+    'with rank_session("cuda", run_dir=': "needs a GPU, and the reader's own step",
     'Path("gpt/checkpoints")': "needs a checkpoint of Megatron's; tests/ckpt/megatron reads some",
     "facts/retro": "needs the project of the page; tests/eval/test_qa.py runs it",
     "wiki/retro": "needs a text of the reader's; tests/retrieval/retro builds projects",
