@@ -12,7 +12,9 @@ from tests.infer.server.served import CONTEXT, VOCABULARY, Live, configuration, 
 from mt_data.tokenizers.byte_level import ByteLevelTokenizer
 from mt_infer.embedding import TextEmbedder
 from mt_infer.sampling.parameters import SamplingParameters
+from mt_infer.server.errors import ApiError
 from mt_infer.server.openai.fields import SamplingFields
+from mt_infer.server.openai.response_fields import ResponseBody
 from mt_infer.server.openai.sampling import constraint
 from mt_infer.server.served_model import ServedModel
 
@@ -185,6 +187,21 @@ def test_answers_are_held_to_a_format(client: openai.OpenAI) -> None:
         client.completions.create(model="alpha", prompt="x", extra_body={"guided_regex": "("})
 
 
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [("json", {"type": "object"}), ("regex", "a+"), ("grammar", 'start: "a"'), ("choice", ["yes", "no"])],
+)
+def test_structured_outputs_are_the_guided_fields_of_the_same_name(name: str, value: object) -> None:
+    """vLLM has taken the latter out, so that its clients send the former."""
+    expected = constraint(SamplingFields.model_validate({f"guided_{name}": value}))
+    assert constraint(SamplingFields.model_validate({"structured_outputs": {name: value}})) == expected
+    both = {"structured_outputs": {name: value}, "guided_regex": "b"}
+    with pytest.raises(ApiError, match="structured_outputs and guided_"):
+        constraint(SamplingFields.model_validate(both))
+    with pytest.raises(ValueError, match="give one of json"):
+        SamplingFields.model_validate({"structured_outputs": {"regex": "a", "choice": ["b"]}})
+
+
 def test_an_empty_schema_is_any_json() -> None:
     form = {"type": "json_schema", "json_schema": {"name": "it", "schema": {}}}
     assert constraint(SamplingFields(response_format=form)) == {"json_schema": {}}
@@ -278,3 +295,8 @@ def test_a_biencoder_embeds_questions_and_documents_by_their_own_towers() -> Non
                 with torch.inference_mode():
                     expected = tower(torch.tensor([[259, *text.encode(), 260]]))[0].tolist()
                 assert one.embedding == pytest.approx(expected, abs=1e-5)
+
+
+def test_a_response_in_the_background_is_refused_with_the_reason() -> None:
+    with pytest.raises(ValueError, match="computes an answer while its request is open"):
+        ResponseBody.model_validate({"input": "x", "background": True})

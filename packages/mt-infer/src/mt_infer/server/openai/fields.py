@@ -95,6 +95,22 @@ class ResponseFormat(Body):
         return self
 
 
+class StructuredOutputs(Body):
+    """What the text has to match, in the form that vLLM has now in place of guided_*: one of the four."""
+
+    json_schema: dict[str, Any] | None = Field(None, alias="json")
+    regex: Annotated[str, Field(min_length=1, max_length=10_000)] | None = None
+    grammar: Annotated[str, Field(min_length=1, max_length=100_000)] | None = None
+    """In Lark's form."""
+    choice: Annotated[list[Stop], Field(min_length=1, max_length=1000)] | None = None
+
+    @model_validator(mode="after")
+    def _is_one(self) -> StructuredOutputs:
+        if sum(value is not None for value in (self.json_schema, self.regex, self.grammar, self.choice)) != 1:
+            raise ValueError("give one of json (a schema), regex, grammar, choice")
+        return self
+
+
 class SamplingFields(IgnoredFields):
     """How tokens are chosen: OpenAI's fields, and those that other servers add. null is the default everywhere."""
 
@@ -119,11 +135,12 @@ class SamplingFields(IgnoredFields):
     logit_bias: dict[str, Annotated[float, Field(ge=-100, le=100)]] | None = None
     response_format: ResponseFormat | None = None
     guided_json: dict[str, Any] | None = None
-    """A JSON schema. This and the next three have vLLM's names."""
+    """A JSON schema. This and the next three have the names that vLLM had before structured_outputs."""
     guided_regex: Annotated[str, Field(min_length=1, max_length=10_000)] | None = None
     guided_grammar: Annotated[str, Field(min_length=1, max_length=100_000)] | None = None
     """In Lark's form."""
     guided_choice: Annotated[list[Stop], Field(min_length=1, max_length=1000)] | None = None
+    structured_outputs: StructuredOutputs | None = None
     typical_p: Annotated[float, Field(gt=0, le=1)] | None = None
     top_p_decay: Annotated[float, Field(ge=0, le=1)] | None = None
     top_p_bound: Annotated[float, Field(ge=0, le=1)] | None = None

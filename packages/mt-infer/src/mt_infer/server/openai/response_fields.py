@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Annotated, Any, ClassVar, Literal
 
-from pydantic import Discriminator, Field, Tag, ValidationError, model_validator
+from pydantic import Discriminator, Field, Tag, ValidationError, field_validator, model_validator
 from pydantic_core import to_jsonable_python
 
 from mt_infer.server.errors import from_validation
@@ -260,6 +260,14 @@ class ResponseBody(IgnoredFields):
     """Limit for OpenAI's own tools; has no effect on functions."""
     truncation: Literal["disabled"] | None = None
     priority: Annotated[int, Field(ge=-(2**31), lt=2**31)] | None = None
+
+    @field_validator("background", mode="before")
+    @classmethod
+    def _answers_at_once(cls, value: object) -> object:
+        if value is True:
+            raise ValueError("this server computes an answer while its request is open; leave it out, or use stream")
+        return value
+
     seed: Annotated[int, Field(ge=-(2**63), lt=2**63)] | None = None
     """This server's, as is the next one."""
     chat_template_kwargs: dict[str, Any] | None = None

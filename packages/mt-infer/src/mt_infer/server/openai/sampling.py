@@ -53,20 +53,30 @@ def given_parameters(**values: Any) -> SamplingParameters:
 def constraint(fields: SamplingFields) -> dict[str, Any]:
     """response_format, and what other servers name it, as what the text has to match. Raises ApiError for two."""
     form = fields.response_format
-    guided = {
-        "json_schema": fields.guided_json,
-        "regex": fields.guided_regex,
-        "grammar": fields.guided_grammar,
-        "choices": None if fields.guided_choice is None else tuple(fields.guided_choice),
-    }
-    asked = {name: value for name, value in guided.items() if value is not None}
+    asked = constraints_of(fields.guided_json, fields.guided_regex, fields.guided_grammar, fields.guided_choice)
+    if (current := fields.structured_outputs) is not None:
+        if asked:
+            raise ApiError(
+                "structured_outputs and guided_* each say what the text is; give one", param="structured_outputs"
+            )
+        asked = constraints_of(current.json_schema, current.regex, current.grammar, current.choice)
     if form is not None and form.type != "text":
         if asked:
-            raise ApiError("response_format and guided_* each say what the text is; give one", param="response_format")
+            other = "guided_*" if current is None else "structured_outputs"
+            raise ApiError(f"response_format and {other} each say what the text is; give one", param="response_format")
         schema = form.json_schema.json_schema if form.json_schema is not None else None
         # {} is a schema too: of any JSON.
         return {"json_schema": ANY_OBJECT if schema is None else schema}
     return asked
+
+
+def constraints_of(
+    schema: dict[str, Any] | None, regex: str | None, grammar: str | None, choice: Sequence[str] | None
+) -> dict[str, Any]:
+    """Sampling parameters of those that are not None."""
+    choices = None if choice is None else tuple(choice)
+    values = {"json_schema": schema, "regex": regex, "grammar": grammar, "choices": choices}
+    return {name: value for name, value in values.items() if value is not None}
 
 
 def bad_words_ids(words: Sequence[str], model: ServedModel) -> tuple[tuple[int, ...], ...]:
