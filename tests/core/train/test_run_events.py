@@ -14,10 +14,11 @@ import torch
 from mt_core.config import load_config
 from mt_core.config.loading import LoadedConfig
 from mt_core.parallel.context import Axis, waiting
-from mt_core.run_events import account, read_events
+from mt_core.run_events import TimeAccount, account, read_events
 from mt_core.testing import run_ranks
 from mt_core.train import Trainer
 from mt_core.train.reporting.event_log import status_interval
+from mt_core.train.reporting.run_summary import time_lines
 from mt_core.train.time_parts import TimeParts
 
 
@@ -224,3 +225,10 @@ def test_data_drawn_from_a_blend_is_counted_over_a_resume(tmp_path: Path) -> Non
 def test_many_ranks_write_less_often() -> None:
     assert [status_interval(None, ranks) for ranks in (1, 64, 1024)] == [1.0, 1.0, 16.0]
     assert status_interval(0.5, 1024) == 0.5
+
+
+def test_an_interval_of_saves_is_advised_to_runs_that_are_longer_than_it() -> None:
+    """A short trial would end with a line about failures of nodes."""
+    short, long = (TimeAccount({"step": total}, total, saves=(0.5, 0.5)) for total in (20.0, 1e6))
+    assert len(list(time_lines(short, 0.0038, 1))) == 1
+    assert "lose least" in list(time_lines(long, 0.0038, 1))[-1]

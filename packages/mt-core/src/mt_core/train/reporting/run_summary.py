@@ -86,7 +86,8 @@ def time_lines(account: TimeAccount, failures_per_node_day: float, ranks: int) -
     # Ranks of a node: those that this machine started.
     nodes = max(ranks // max(int(os.environ.get("LOCAL_WORLD_SIZE", ranks)), 1), 1)
     interval = account.save_interval(failures_per_node_day * nodes)
-    if interval is not None:
+    # A run that is shorter than the interval has nothing to choose.
+    if interval is not None and account.total > interval:
         yield (
             f"with {failures_per_node_day:g} failures of a node a day ({nodes} {'node' if nodes == 1 else 'nodes'}; "
             f"logging.failures_per_node_day) checkpoints each {timedelta(seconds=round(interval))} lose least; a "
