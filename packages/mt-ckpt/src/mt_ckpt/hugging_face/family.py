@@ -173,8 +173,10 @@ def _fitting(
         raise reasons[named or ""]
     if fitting:
         chosen = next((candidate for candidate in fitting if _architectures(*candidate) == meant), fitting[0])
-        if named in reasons and _leaves_out(*chosen, names):
-            raise reasons[named or ""]  # else a damaged tower would be left out without a word
+        # Else a damaged tower, or one whose configuration is refused, would be left out without a word.
+        whole = reasons.get(named or "") or next((r for r in reasons.values() if isinstance(r, ConfigError)), None)
+        if whole is not None and _leaves_out(*chosen, names):
+            raise whole
         return chosen
     # The reason that is shown is that of the family which config.json means.
     raise reasons[named] if named is not None else _why_none_fits(reasons)
