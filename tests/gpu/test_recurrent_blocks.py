@@ -15,7 +15,7 @@ from mt_models.blocks.delta_backends import GATED, KIMI, Recurrence
 from mt_models.blocks.fla_delta_rule import can_run_fla
 from mt_models.blocks.fla_rwkv7_rule import fla_rwkv7_rule, fla_rwkv7_step
 from mt_models.blocks.gated_delta_rule import DeltaInputs
-from mt_models.blocks.indexer import index_scores
+from mt_models.blocks.indexer import index_scores, torch_index_scores
 from mt_models.blocks.rwkv7_rule import LOWEST_DECAY, Rwkv7Inputs, recurrent_rwkv7_rule
 from mt_models.blocks.state_space import chunked_scan
 
@@ -118,6 +118,21 @@ def test_scores_of_an_indexer(count: int, dtype: torch.dtype) -> None:
     found = index_scores(q, w, k)
     with_gradients = index_scores(q, w.requires_grad_(), k).detach()
     assert_near((found,), (with_gradients,), 1e-5)
+
+
+@pytest.mark.parametrize("count", [1, 300])
+def test_scores_of_an_indexer_that_learns(count: int) -> None:
+    from mt_core.nn.kernels.triton_kernels.index_scores import index_scores as by_kernels
+
+    q, w, k = draw(2, count, 16, 128).bfloat16(), draw(2, count, 16), draw(2, 500, 128).bfloat16()
+
+    def with_gradients_by(function: Callable[..., Tensor], *inputs: Tensor) -> tuple[Tensor, ...]:
+        leaves = [x.detach().requires_grad_() for x in inputs]
+        scores = function(*leaves)
+        return (scores, *torch.autograd.grad(scores, leaves, draw(*scores.shape)))
+
+    exact = with_gradients_by(torch_index_scores, q.float(), w, k.float())
+    assert_near(with_gradients_by(by_kernels, q, w, k), exact, 1e-2)
 
 
 # -- flash-linear-attention ----------------------------------------------------------------------------

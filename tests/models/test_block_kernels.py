@@ -18,8 +18,6 @@ STEPS = {
     "a decay of each channel": (2, 2, 3, 3, 6, 33, True),
 }
 """Sequences, positions, key heads, value heads, channels of a key, of a value; whether each channel has a decay."""
-SCORES = {"decode step": (2, 1, 3, 20, 70), "prompt": (1, 67, 2, 6, 65), "few keys": (1, 20, 1, 16, 3)}
-"""Sequences, queries, heads, channels, keys."""
 
 
 def draw(seed: int, *shapes: tuple[int, ...]) -> list[Tensor]:
@@ -56,25 +54,19 @@ def delta_formula(x: DeltaInputs, state: Tensor) -> tuple[Tensor, Tensor]:
 
 def errors_of_blocks(rank: int, world: int) -> dict[str, float]:
     from mt_models.blocks.triton_kernels.delta_step import triton_delta_step
-    from mt_models.blocks.triton_kernels.index_scores import triton_index_scores
 
     found = {}
     for name, shape in STEPS.items():
         inputs, state = delta_case(*shape)
         results = zip(triton_delta_step(inputs, state=state), delta_formula(inputs, state), strict=True)
         found[name] = max(float((x - exact).abs().max()) for x, exact in results)
-    for name, (rows, count, heads, dim, keys) in SCORES.items():
-        q, w, k = draw(2, (rows, count, heads, dim), (rows, count, heads), (rows, keys, dim))
-        products = torch.einsum("bshd,btd->bsht", q.double(), k.double()) * dim**-0.5
-        exact = torch.einsum("bsh,bsht->bst", w.double(), products.relu())
-        found[name] = float((triton_index_scores(q, w, k) - exact).abs().max())
     return found
 
 
 def test_kernels_compute_the_formulas() -> None:
     (errors,) = run_interpreted(errors_of_blocks)
     assert {name: error for name, error in errors.items() if not error < 5e-6} == {}
-    assert len(errors) == len(STEPS) + len(SCORES)
+    assert len(errors) == len(STEPS)
 
 
 # -- compiled ------------------------------------------------------------------------------------------
@@ -84,21 +76,15 @@ STEP = {
     **dict.fromkeys("qkv", HALF), "o": HALF, **dict.fromkeys(("g", "beta", "state", "after"), SINGLE),
     "scale": "fp32", "eps": "fp32",
 }  # fmt: skip
-INDEX = {"q": HALF, "k": HALF, "w": SINGLE, "scores": SINGLE, "scale": "fp32"}
-EXACT_INDEX = {**INDEX, "q": SINGLE, "k": SINGLE}
 
 
 def compiled_cases() -> list[tuple[str, str, dict[str, str], dict[str, Any], int, int]]:
     from mt_models.blocks.triton_kernels.delta_step import columns_of
-    from mt_models.blocks.triton_kernels.index_scores import FEW, KEYS, QUERIES
 
     cases = []
     for by_channel, dim in ((False, 128), (True, 128), (False, 256), (True, 64)):
         step = {"BY_CHANNEL": by_channel, "DIM": dim, "VALUE": dim, "BLOCK_DIM": dim}
         cases.append(("delta_step", "_delta_steps", STEP, {**step, "BLOCK_VALUE": columns_of(dim, dim)}, 4, 3))
-    for types, tile in ((INDEX, QUERIES), (INDEX, FEW), (EXACT_INDEX, FEW)):
-        shape = {"DIM": 128, "BLOCK_DIM": 128, "QUERIES": tile, "KEYS": KEYS}
-        cases.append(("index_scores", "_index_scores", types, shape, 4, 2))
     return cases
 
 

@@ -64,6 +64,12 @@ def test_auto_leaves_out_what_has_not_run_on_a_gpu(installed: set[str]) -> None:
     assert choose("causal_conv", "triton", conv).implementation.name == "triton"
     with pytest.raises(ConfigError, match="it has at most 4 taps, not 7; use auto or torch"):
         choose("causal_conv", "triton", replace(conv, width=7))
+    for changed, reason in (
+        ({"width": 160}, "its queries have at most 128 channels, not 160; use auto or torch"),
+        ({"dtype": "float32"}, "it computes in bfloat16, not in float32; use auto or torch"),
+    ):
+        with pytest.raises(ConfigError, match=reason):
+            choose("index_scores", "triton", replace(conv, **changed))
 
 
 def test_auto_takes_no_package_that_nobody_named(installed: set[str]) -> None:

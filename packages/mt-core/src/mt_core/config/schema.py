@@ -342,6 +342,9 @@ class KernelsConfig(Section):
     """Casts of FP8 linear layers. Under train.compile they are torch's."""
     causal_conv: OwnKernel = "auto"
     """Short convolutions of delta nets, Mamba and LFM2 layers, with their activation. auto: torch."""
+    index_scores: OwnKernel = "auto"
+    """Scores of the indexers of sparse attention and their gradients. auto: on a GPU triton without gradients, else
+    torch."""
 
 
 RecomputedModule = Literal["core_attn", "layernorm", "mlp", "mla_up_proj", "moe", "moe_act", "shared_experts"]

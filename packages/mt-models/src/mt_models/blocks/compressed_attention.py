@@ -40,7 +40,7 @@ from mt_models.blocks.compressor import (
     runs_of,
     starts_of_sequences,
 )
-from mt_models.blocks.indexer import among, chosen_keys, index_scores
+from mt_models.blocks.indexer import UsesScores, among, chosen_keys
 from mt_models.blocks.indexer_loss import indexer_loss
 from mt_models.blocks.linear import ReplicatedLinear, effective_weight
 from mt_models.blocks.norm import Float32RMSNorm, ScaleFreeRMSNorm
@@ -130,7 +130,7 @@ class IndexQueries:
     weights: Tensor
 
 
-class EntryIndexer(nn.Module):
+class EntryIndexer(UsesScores, nn.Module):
     """Chooses entries, as `mt_models.blocks.indexer` chooses keys: its keys are entries of a compressor of its own."""
 
     def __init__(self, config: CompressedAttentionConfigLike, ratio: int, ctx: ParallelContext) -> None:
@@ -281,7 +281,7 @@ class CompressedAttention(nn.Module):
             # Detached: the model learns from the language model's loss alone.
             x, source = x.detach(), source.detach()
             asked = indexer.project(x, source, angles)
-            return index_scores(asked.queries, asked.weights, indexer.compressor(x, runs, angles))
+            return indexer.score(asked.queries, asked.weights, indexer.compressor(x, runs, angles))
 
     def _chosen(self, scores: Tensor, visible: Tensor) -> Tensor:
         """[B, S, topk] of all positions; some of a query that sees fewer are not seen."""
@@ -361,8 +361,8 @@ class CompressedAttention(nn.Module):
         if entries is not None:
             numbers = torch.arange(entries.shape[1], device=keys.device)
             visible = (numbers < ((pages.last + 1) // self.ratio)[:, None]).unsqueeze(1)
-            if index_entries is not None and self._chooses(entries.shape[1]):
-                chosen = chosen_keys(index_scores(asked[0], asked[1], index_entries), visible, self.topk)
+            if self.indexer is not None and index_entries is not None and self._chooses(entries.shape[1]):
+                chosen = chosen_keys(self.indexer.score(asked[0], asked[1], index_entries), visible, self.topk)
                 visible = visible.gather(-1, chosen)
                 entries = entries.gather(1, chosen.transpose(1, 2).expand(-1, -1, self.head_dim))
             # Nothing that is no number may be multiplied by a weight of 0.
@@ -388,9 +388,9 @@ class CompressedAttention(nn.Module):
     ) -> tuple[Tensor, Tensor]:
         """The entries and which of them each query sees, after the indexer's choice."""
         count = entries.shape[1]
-        if not self._chooses(count):
+        if self.indexer is None or not self._chooses(count):
             return entries, visible
-        chosen = chosen_keys(index_scores(asked[0], asked[1], index_entries), visible, self.topk)
+        chosen = chosen_keys(self.indexer.score(asked[0], asked[1], index_entries), visible, self.topk)
         if chosen.shape[1] > 1:
             return entries, visible & among(chosen, count)
         # One query reads its own entries alone, whatever the length of the sequence.

@@ -12,6 +12,7 @@ sequence parallelism each rank chooses for its own positions.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Protocol
 
@@ -23,6 +24,9 @@ from torch.utils.checkpoint import checkpoint
 from mt_core.nn.attention import AttentionPattern
 from mt_core.nn.batch_invariance import is_batch_invariant
 from mt_core.nn.cache import Cache, Pages, PositionState
+from mt_core.nn.kernels.choice import Kernels
+from mt_core.nn.kernels.reference import index_scores as reference
+from mt_core.nn.kernels.request import WIDEST_INDEX
 from mt_core.nn.layout import normal
 from mt_core.nn.linear import SEQUENCE_DIM
 from mt_core.nn.norm import build_norm
@@ -35,8 +39,8 @@ from mt_models.blocks.rotary import RotaryAngles, rotate
 PRODUCTS_AT_ONCE = 2**26
 """Products of queries and keys, over all heads, that are in memory at a time (fp32)."""
 
-WIDEST_KERNEL = 128
-"""Channels up to which the Triton kernel takes queries."""
+Scores = Callable[[Tensor, Tensor, Tensor], Tensor]
+"""`index_scores` or what computes the same"""
 
 
 class IndexerConfigLike(Protocol):
@@ -70,7 +74,22 @@ class IndexerInputs:
     keys: Tensor
 
 
-class Indexer(nn.Module):
+class UsesScores:
+    """An indexer, whose scores are computed as `kernels.index_scores` says. size: channels of its queries."""
+
+    size: int
+
+    @property
+    def score(self) -> Scores:
+        """(queries [B, S, H, D], weights [B, S, H], keys [B, T, D]) -> [B, S, T] in fp32"""
+        return self.__dict__.get("_score", index_scores)
+
+    def use_kernels(self, kernels: Kernels) -> None:
+        """Choose what computes the scores. Raises ConfigError where the named kernel cannot serve."""
+        self._score = picked_scores(kernels, self.size)
+
+
+class Indexer(UsesScores, nn.Module):
     """Chooses keys. Its parameters have Megatron's names.
 
     query_size: channels of what its queries come from; default: those of the latent of attention's queries.
@@ -120,7 +139,7 @@ class Indexer(nn.Module):
         keys = inputs.keys
         if self.ctx.sequence_parallel:
             keys = gather_from(keys, SEQUENCE_DIM, self.ctx.tp)
-        return index_scores(inputs.queries, inputs.weights, keys)
+        return self.score(inputs.queries, inputs.weights, keys)
 
     def choose(self, scores: Tensor, visible: Tensor) -> Tensor:
         """scores [B, S, T], visible [B or 1, S, T] bool, of this rank's positions -> [B, S, topk] int64, of all
@@ -136,7 +155,7 @@ class Indexer(nn.Module):
             if length <= self.topk:
                 return queries.new_zeros((1, count, self.topk), dtype=torch.int32)
             visible = seen(pattern, count, length, keys.device)
-            return chosen_keys(index_scores(queries, weights, keys), visible, self.topk).int()
+            return chosen_keys(self.score(queries, weights, keys), visible, self.topk).int()
 
         queries, weights, keys = inputs.queries, inputs.weights, inputs.keys
         if self.ctx.sequence_parallel:
@@ -151,7 +170,7 @@ class Indexer(nn.Module):
         positions = torch.arange(pages.room, device=keys.device)[None]
         # Shapes are static: keys of all positions that there is room for, of which those behind the last are not seen.
         sequence_keys = keys[pages.places(positions.expand(queries.shape[1], -1))]  # [B, T, D]
-        scores = index_scores(queries.transpose(0, 1), weights.transpose(0, 1), sequence_keys)  # [B, 1, T]
+        scores = self.score(queries.transpose(0, 1), weights.transpose(0, 1), sequence_keys)  # [B, 1, T]
         visible = (positions <= pages.last[:, None]).unsqueeze(1)
         return chosen_keys(scores, visible, self.topk).int().transpose(0, 1)
 
@@ -163,32 +182,44 @@ class Indexer(nn.Module):
 def index_scores(queries: Tensor, weights: Tensor, keys: Tensor) -> Tensor:
     """queries [B, S, H, D], weights [B, S, H], keys [B, T, D] -> [B, S, T] in fp32"""
     if _takes_kernel(queries, weights, keys):
-        from mt_models.blocks.triton_kernels.index_scores import triton_index_scores
+        from mt_core.nn.kernels.triton_kernels.index_scores import scores_alone
 
-        return triton_index_scores(queries, weights, keys)
+        return scores_alone(queries, weights, keys)
+    return torch_index_scores(queries, weights, keys)
+
+
+def torch_index_scores(queries: Tensor, weights: Tensor, keys: Tensor) -> Tensor:
+    """The same by torch."""
     batch, count, heads, _ = queries.shape
     rows = max(PRODUCTS_AT_ONCE // (batch * heads * keys.shape[1]), 1)
     # Products of all heads with all keys would be heads times as large as the scores. Backward makes them again.
     again = torch.is_grad_enabled() and count > rows
+    scores = reference.index_scores
     blocks = [
-        checkpoint(_scores_of_block, q, w, keys, use_reentrant=False) if again else _scores_of_block(q, w, keys)
+        checkpoint(scores, q, w, keys, use_reentrant=False) if again else scores(q, w, keys)
         for q, w in zip(queries.split(rows, 1), weights.split(rows, 1), strict=True)
     ]
     return blocks[0] if len(blocks) == 1 else torch.cat(blocks, 1)
 
 
+def picked_scores(kernels: Kernels, channels: int) -> Scores:
+    """What `kernels.index_scores` says; torch under batch invariance."""
+    scores: Scores = kernels.pick("index_scores", width=channels, plain=torch_index_scores)
+    if kernels.choice_of("index_scores", width=channels).automatic:
+        return index_scores
+
+    def varying(queries: Tensor, weights: Tensor, keys: Tensor) -> Tensor:
+        return (torch_index_scores if is_batch_invariant() else scores)(queries, weights, keys)
+
+    return varying
+
+
 def _takes_kernel(queries: Tensor, weights: Tensor, keys: Tensor) -> bool:
     """Whether mt's Triton kernel serves: on a GPU, without gradients."""
-    if not queries.is_cuda or queries.dtype != keys.dtype or queries.shape[-1] > WIDEST_KERNEL:
+    if not queries.is_cuda or queries.dtype != keys.dtype or queries.shape[-1] > WIDEST_INDEX:
         return False
     learns = torch.is_grad_enabled() and any(x.requires_grad for x in (queries, weights, keys))
     return not learns and not is_batch_invariant() and has_triton()
-
-
-def _scores_of_block(queries: Tensor, weights: Tensor, keys: Tensor) -> Tensor:
-    products = queries.float() @ keys.float().transpose(-1, -2).unsqueeze(1)  # [B, S, H, T]
-    products = F.relu(products * queries.shape[-1] ** -0.5)
-    return (weights.unsqueeze(-2) @ products).squeeze(-2)
 
 
 def chosen_keys(scores: Tensor, visible: Tensor, topk: int) -> Tensor:

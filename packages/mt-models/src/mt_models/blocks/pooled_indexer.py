@@ -28,7 +28,7 @@ from mt_core.nn.norm import build_norm
 from mt_core.parallel.collectives import all_gather
 from mt_core.parallel.context import ParallelContext
 from mt_models.blocks.compressor import Runs, places_in_documents, runs_of
-from mt_models.blocks.indexer import chosen_keys, index_scores
+from mt_models.blocks.indexer import UsesScores, chosen_keys
 from mt_models.blocks.linear import ReplicatedLinear, effective_weight
 
 NONE = -1
@@ -67,7 +67,7 @@ class PooledInputs(NamedTuple):
     """[B, S, D]"""
 
 
-class PooledIndexer(LayoutModule):
+class PooledIndexer(UsesScores, LayoutModule):
     """Chooses positions. linear_gate [D, hidden] and position_bias [P, D] weigh the keys of a pool; the bias is fp32.
     Under sequence parallelism each rank chooses for its own positions."""
 
@@ -116,7 +116,7 @@ class PooledIndexer(LayoutModule):
             keys, gates = (all_gather(x, SEQUENCE_DIM, ctx.tp) for x in (keys, gates))
             first = ctx.tp.rank * queries.shape[SEQUENCE_DIM]
         runs = runs_of(keys.shape[1], self.pool, segment_ids, keys.device)
-        scores = index_scores(queries, weights, self.pooled(keys, gates, runs))
+        scores = self.score(queries, weights, self.pooled(keys, gates, runs))
         local_range = slice(first, first + queries.shape[1])
         visible = runs.visible(segment_ids, keys.shape[1])[:, local_range]
         positions = torch.arange(local_range.start, local_range.stop, device=keys.device)[None]
@@ -155,7 +155,7 @@ class PooledIndexer(LayoutModule):
     def _choose_of(self, queries: Tensor, weights: Tensor, keys: Tensor, gates: Tensor, positions: Tensor) -> Tensor:
         """Queries at positions [B or 1, S] of sequences that are one document."""
         runs = runs_of(keys.shape[1], self.pool, None, keys.device)
-        scores = index_scores(queries, weights, self.pooled(keys, gates, runs))
+        scores = self.score(queries, weights, self.pooled(keys, gates, runs))
         visible = runs.ends[:, None, :] <= positions[..., None]
         return self._positions(scores, visible, runs, positions, positions)
 

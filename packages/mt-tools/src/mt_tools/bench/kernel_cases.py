@@ -153,6 +153,22 @@ def convolution_cases(machine: Machine, sizes: Sizes) -> Iterator[KernelCase]:
     yield KernelCase("causal_conv", label, taps, call, differentiated(call, x, weight), 2 * size, 5 * size)
 
 
+def index_cases(machine: Machine, sizes: Sizes) -> Iterator[KernelCase]:
+    """Scores of an indexer with 64 heads of 128 channels, for as many keys as queries."""
+    heads, channels = 64, 128
+    queries, keys = random(machine, 1, sizes.tokens, heads, channels), random(machine, 1, sizes.tokens, channels)
+    weights = random(machine, 1, sizes.tokens, heads)
+    inputs, outputs = sum(x.numel() * x.element_size() for x in (queries, keys, weights)), 4 * sizes.tokens**2
+
+    def call(function: Callable[..., Any]) -> Tensor:
+        return function(queries, weights, keys)
+
+    # Forward: queries, keys and weights in, scores out. Backward: the same and the gradient of scores in, theirs out.
+    step = differentiated(call, queries, weights, keys)
+    label = f"{sizes.tokens} x {heads} x {channels}"
+    yield KernelCase("index_scores", label, channels, call, step, inputs + outputs, 3 * inputs + 2 * outputs)
+
+
 def softmax_cases(machine: Machine, sizes: Sizes) -> Iterator[KernelCase]:
     scores = random(machine, *sizes.scores)
     size = scores.numel() * scores.element_size()
@@ -271,6 +287,7 @@ CASES = (
     activation_cases,
     residual_cases,
     convolution_cases,
+    index_cases,
     softmax_cases,
     loss_cases,
     adamw_cases,

@@ -16,6 +16,7 @@ from mt_core.nn.kernels.request import (
     supports_torch,
     supports_triton,
     supports_triton_adamw,
+    supports_triton_index,
     supports_triton_rows,
     supports_triton_taps,
 )
@@ -141,4 +142,8 @@ KERNELS: Mapping[KernelName, tuple[Implementation, ...]] = {
         _triton_fp8_cast(),
     ),
     "causal_conv": (_torch_conv(), _triton_conv()),
+    "index_scores": (
+        _torch("index_scores:index_scores"),
+        replace(_triton("index_scores:index_scores", supports_triton_index), automatic=False),
+    ),
 }

@@ -25,6 +25,7 @@ KernelName = Literal[
     "adamw",
     "fp8_cast",
     "causal_conv",
+    "index_scores",
 ]
 
 Feature = Literal[
@@ -53,7 +54,7 @@ class KernelRequest:
 
     dtype: of the activations, or of the weights for the optimizer ("float32", "bfloat16", "float16", "float64").
     width: the size that the kernel works on as a whole, where it has one: the normalized dimension, the head size,
-    keys of a softmax, ids of this rank's vocabulary, taps of a convolution.
+    keys of a softmax, ids of this rank's vocabulary, taps of a convolution, channels of an indexer.
     """
 
     device_type: str
@@ -111,6 +112,19 @@ def supports_triton_taps(request: KernelRequest) -> bool | str:
     """Ours that computes a short convolution."""
     if request.width > MOST_TAPS:
         return f"it has at most {MOST_TAPS} taps, not {request.width}"
+    return supports_triton(request)
+
+
+WIDEST_INDEX = 128
+"""Channels of an indexer's queries that its kernels take."""
+
+
+def supports_triton_index(request: KernelRequest) -> bool | str:
+    """Ours that computes the scores of an indexer and their gradients."""
+    if request.width > WIDEST_INDEX:
+        return f"its queries have at most {WIDEST_INDEX} channels, not {request.width}"
+    if request.dtype != "bfloat16":
+        return f"it computes in bfloat16, not in {request.dtype}"
     return supports_triton(request)
 
 
