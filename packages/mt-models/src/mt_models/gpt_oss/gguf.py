@@ -51,6 +51,10 @@ def read(metadata: Metadata) -> dict[str, Any]:
 
 def write(external: External) -> dict[str, Any]:
     require(external, "layer_types", (_layer_types(external["num_hidden_layers"]),), "gpt-oss")
+    scaling = external.get("rope_scaling") or {}
+    if scaling.get("rope_type") == "yarn":
+        # No key of the format says it: files of published models, whose range is not rounded, are read so.
+        require({"rope_scaling.truncate": scaling.get("truncate", True)}, "rope_scaling.truncate", (False,), "gpt-oss")
     return {**write_shape(external), "expert_feed_forward_length": external["intermediate_size"]}
 
 
