@@ -17,7 +17,8 @@ from mt_models.blocks.fla_rwkv7_rule import fla_rwkv7_rule, fla_rwkv7_step
 from mt_models.blocks.gated_delta_rule import DeltaInputs
 from mt_models.blocks.indexer import index_scores, torch_index_scores
 from mt_models.blocks.rwkv7_rule import LOWEST_DECAY, Rwkv7Inputs, recurrent_rwkv7_rule
-from mt_models.blocks.state_space import chunked_scan
+from mt_models.blocks.selective_scan import selective_scan
+from mt_models.blocks.state_space import chunked_scan, recurrent_scan
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")]
 
@@ -89,6 +90,40 @@ def test_kernels_of_the_scan_of_mamba(is_packed: bool) -> None:
 
     exact = with_gradients_by(chunked_scan, [x.float() for x in inputs])
     assert_near(with_gradients_by(triton_scan, inputs), exact, 3e-2)
+
+
+def selective_inputs(length: int) -> list[Tensor]:
+    """x, dt, a, b and c of 200 channels with 16 numbers"""
+    x, dt, a = draw(2, length, 200), 0.1 * draw(2, length, 200).exp(), -draw(200, 16).exp()
+    return [x.bfloat16(), dt, a, draw(2, length, 16).bfloat16(), draw(2, length, 16).flip(1).bfloat16()]
+
+
+@pytest.mark.parametrize("is_packed", [False, True])
+def test_kernels_of_the_scan_of_mamba1(is_packed: bool) -> None:
+    from mt_models.blocks.triton_kernels.selective_scan import triton_selective_scan
+
+    segments = {"segment_ids": (torch.arange(150, device="cuda") // 70).expand(2, -1)}
+    options = segments if is_packed else {"state": draw(2, 200, 16)}
+
+    def with_gradients_by(scan: Callable[..., tuple[Tensor, Tensor]], parts: list[Tensor]) -> tuple[Tensor, ...]:
+        leaves = [x.detach().requires_grad_() for x in parts]
+        y, last = scan(*leaves, **options)
+        return (y, last, *torch.autograd.grad((y, last), leaves, (draw(*y.shape), draw(*last.shape))))
+
+    inputs = selective_inputs(150)
+    exact = with_gradients_by(selective_scan, [x.float() for x in inputs])
+    assert_near(with_gradients_by(triton_selective_scan, inputs), exact, 1e-2)
+
+
+def test_steps_of_mamba() -> None:
+    from mt_models.blocks.triton_kernels.state_space_step import triton_selective_step, triton_state_step
+
+    inputs, state = selective_inputs(1), draw(2, 200, 16)
+    assert_near(triton_selective_step(*inputs, state=state), selective_scan(*inputs, state=state), 1e-5)
+    x, dt, a = draw(2, 1, 8, 64).bfloat16(), 0.1 * draw(2, 1, 8).exp(), -draw(8).exp()
+    b, c, state = draw(2, 1, 2, 128).bfloat16(), draw(2, 1, 2, 128).flip(2).bfloat16(), draw(2, 8, 64, 128)
+    expected = recurrent_scan(x, dt, a, b, c, state=state)
+    assert_near(triton_state_step(x, dt, a, b, c, state=state), expected, 1e-2)
 
 
 @pytest.mark.parametrize(("dtype", "share"), [(torch.float32, 1e-5), (torch.bfloat16, 1e-2)])

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from mt_core.errors import ConfigError
 from mt_core.parallel.context import ParallelContext
-from mt_models.blocks.mamba_backends import build_scan
+from mt_models.blocks.mamba_backends import STATE_SPACE, build_scans
 from mt_models.blocks.state_space import chunked_scan
 
 
@@ -157,11 +157,11 @@ def test_kernels_that_do_not_serve_are_refused() -> None:
     pytest.importorskip("triton")
     cpu = ParallelContext(torch.device("cpu"), torch.bfloat16)
     with pytest.raises(ConfigError, match=r'mamba_scan_backend="triton" cannot serve \(cpu, bfloat16, .*CUDA device'):
-        build_scan("triton", cpu, 128)
+        build_scans(STATE_SPACE, "triton", cpu, 128)
     single = ParallelContext(torch.device("meta"), torch.float32)
     with pytest.raises(ConfigError, match="set precision.dtype=bf16"):
-        build_scan("triton", single, 128)
+        build_scans(STATE_SPACE, "triton", single, 128)
     half = ParallelContext(torch.device("meta"), torch.bfloat16)
     with pytest.raises(ConfigError, match="at most 128 numbers for each channel; change model.mamba_state_dim"):
-        build_scan("triton", half, 256)
-    assert build_scan("auto", half, 128) is chunked_scan
+        build_scans(STATE_SPACE, "triton", half, 256)
+    assert build_scans(STATE_SPACE, "auto", half, 128).whole is chunked_scan

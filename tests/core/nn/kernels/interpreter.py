@@ -25,6 +25,7 @@ def _switched_on(rank: int, world: int, function: Callable[..., Any], args: tupl
     os.environ["TRITON_INTERPRET"] = "1"
     patch_language_once()
     multiply_numbers_of_bf16()
+    scan_positions_at_once()
     return function(rank, world, *args)
 
 
@@ -61,6 +62,27 @@ def multiply_numbers_of_bf16() -> None:
         return product(self, single(a), single(b), *others)
 
     interpreter.InterpreterBuilder.create_dot = product_of_numbers
+
+
+def scan_positions_at_once() -> None:
+    """Triton's interpreter calls the function of a scan for each element; here for each place along the axis, with all
+    elements that are there."""
+    import numpy as np
+    from triton.runtime.interpreter import ScanOps
+
+    def scan(self: Any, inputs: list[Any]) -> list[Any]:
+        arrays = [np.moveaxis(x.handle.data, self.axis, 0) for x in inputs]
+        results = [[array[0] for array in arrays]]
+        for place in range(1, len(arrays[0])):
+            parts = (*results[-1], *(array[place] for array in arrays))
+            tensors = [self.to_tensor(part, x.dtype) for part, x in zip(parts, 2 * list(inputs), strict=True)]
+            joined = self.combine_fn.fn(*tensors)
+            joined = joined if isinstance(joined, tuple) else (joined,)
+            results.append([x.handle.data for x in joined])
+        stacked = (np.stack(parts, self.axis) for parts in zip(*results, strict=True))
+        return [self.to_tensor(array, x.dtype) for array, x in zip(stacked, inputs, strict=True)]
+
+    ScanOps.generic_scan = scan
 
 
 def implementation(kernel: KernelName, name: str) -> Callable[..., Any]:

@@ -15,6 +15,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from mt_core.nn.attention import AttentionPattern
+from mt_core.nn.batch_invariance import is_batch_invariant
 from mt_core.nn.cache import Cache, SequenceState
 from mt_core.nn.kernels.choice import Kernels
 from mt_core.nn.layout import Init, LayoutModule, ParameterLayout, Split, normal, ones
@@ -24,6 +25,7 @@ from mt_core.parallel.collectives import copy_to, reduce_from
 from mt_core.parallel.context import ParallelContext
 from mt_models.blocks.convolutions import PLAIN, picked_convolutions
 from mt_models.blocks.linear import PackedColumnParallelLinear
+from mt_models.blocks.mamba_backends import SELECTIVE, Scan, build_scans
 from mt_models.blocks.mamba_mixer import time_step_bias, uniform
 from mt_models.blocks.rotary import RotaryAngles
 from mt_models.blocks.selective_scan import selective_scan
@@ -45,6 +47,8 @@ class Mamba1ConfigLike(LayerConfigLike, Protocol):
     @property
     def mamba_proj_bias(self) -> bool: ...
     @property
+    def mamba_scan_backend(self) -> str: ...
+    @property
     def time_step_rank(self) -> int: ...
 
 
@@ -63,6 +67,7 @@ class Mamba1Mixer(LayoutModule):
         self.in_proj = PackedColumnParallelLinear(hidden, (inner, inner), ctx, bias=bias, init=init)
         self.conv1d = DepthwiseConv(inner, config.mamba_conv_kernel, ctx, bias=config.mamba_conv_bias)
         self.convolutions = PLAIN
+        self.scans = build_scans(SELECTIVE, config.mamba_scan_backend, ctx, state)
         self.x_proj = SummedLinear(inner, sum(self.sizes), ctx, init)
         # Of whole sequences on every rank, with whole gradients: see `parameters_of_scan`.
         self.dt_layernorm = RMSNorm(rank, config.norm_epsilon, ctx, ())
@@ -74,6 +79,7 @@ class Mamba1Mixer(LayoutModule):
         self.out_proj = RowParallelLinear(inner, hidden, ctx, bias=bias, init=normal(config.output_init_std))
 
     def use_kernels(self, kernels: Kernels) -> None:
+        self.scans.note("Mamba-1", kernels)
         self.convolutions = picked_convolutions(kernels, self.conv1d.weight.shape[2])
 
     def forward(self, hidden: Tensor, segment_ids: Tensor | None, cache: Cache | None) -> Tensor:
@@ -88,8 +94,15 @@ class Mamba1Mixer(LayoutModule):
     def scan(self, x: Tensor, state: Tensor | None, segment_ids: Tensor | None = None) -> tuple[Tensor, Tensor]:
         """x [B, S, C], behind the convolution -> the same, and the state [B, C, N]"""
         dt, b, c = self.parameters_of_scan(x)
-        y, state = selective_scan(x, dt, -self.A_log.float().exp(), b, c, state=state, segment_ids=segment_ids)
+        rates = -self.A_log.float().exp()
+        y, state = self._recurrence(x, state)(x, dt, rates, b, c, state=state, segment_ids=segment_ids)
         return (y + x.float() * self.D).to(x.dtype), state
+
+    def _recurrence(self, x: Tensor, state: Tensor | None) -> Scan:
+        # Under batch invariance a position's result may not depend on which kernel its length chose.
+        if is_batch_invariant():
+            return selective_scan
+        return self.scans.step if state is not None and x.shape[1] == 1 else self.scans.whole
 
     def parameters_of_scan(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """x [B, S, C] -> dt [B, S, C] in fp32, b and c [B, S, N]"""

@@ -19,7 +19,7 @@ from mt_core.nn.linear import RowParallelLinear
 from mt_core.parallel.context import ParallelContext
 from mt_models.blocks.convolutions import picked_convolutions
 from mt_models.blocks.linear import PackedColumnParallelLinear, packed_layout
-from mt_models.blocks.mamba_backends import build_scan
+from mt_models.blocks.mamba_backends import STATE_SPACE, build_scans
 from mt_models.blocks.mamba_config import MambaLayerConfig
 from mt_models.blocks.mamba_scan import ContextParallelScan, MambaScan, ScanInputs, ScanState, ScanWeights
 from mt_models.blocks.norm import GatedRMSNorm
@@ -60,18 +60,19 @@ class MambaMixer(LayoutModule):
         )
         self.norm = GatedRMSNorm(inner, config.mamba_num_groups, config.norm_epsilon, ctx)
         self.out_proj = RowParallelLinear(inner, config.hidden_size, ctx, bias=bias, init=normal(output_init_std))
-        self.backend = "triton" if config.mamba_scan_backend == "triton" else "torch"
+        self.scans = build_scans(STATE_SPACE, config.mamba_scan_backend, ctx, self.state_dim)
         self.scan = MambaScan(
             config.mamba_chunk_size,
             config.mamba_dt_lower_limit,
             config.mamba_dt_upper_limit,
-            scan=build_scan(self.backend, ctx, self.state_dim),
+            scan=self.scans.whole,
+            step=self.scans.step,
         )
         # `_advance` calls `scan` itself: generation has whole sequences (mt_infer refuses context parallelism).
         self.scan_shards = ContextParallelScan(self.scan, ctx.cp) if ctx.cp.size > 1 else self.scan
 
     def use_kernels(self, kernels: Kernels) -> None:
-        kernels.note(f"Mamba-2: sequences by {self.backend}, steps of decoding by torch")
+        self.scans.note("Mamba-2", kernels)
         self.scan = replace(self.scan, convolutions=picked_convolutions(kernels, self.conv1d.weight.shape[2]))
         self.scan_shards = ContextParallelScan(self.scan, self.ctx.cp) if self.ctx.cp.size > 1 else self.scan
 

@@ -69,6 +69,8 @@ class MambaScan:
     convolutions: Convolutions = PLAIN
     scan: Callable[..., tuple[Tensor, Tensor]] = chunked_scan
     """The recurrence over whole sequences"""
+    step: Callable[..., tuple[Tensor, Tensor]] = recurrent_scan
+    """The recurrence for single positions"""
 
     def __call__(self, inputs: ScanInputs, weights: ScanWeights, segment_ids: Tensor | None = None) -> Tensor:
         """-> [B, S, H, P]. segment_ids [B, S]: convolutions and state are reset between documents."""
@@ -101,7 +103,8 @@ class MambaScan:
         dt, a = self.time_steps(inputs, weights), rates(weights)
         # A decode step has one position, for which the recurrence is less work than a chunk with its fp64 sums.
         if x.shape[1] == 1 or is_batch_invariant():
-            y, state = recurrent_scan(x, dt, a, b, c, state=before.state)
+            step = recurrent_scan if is_batch_invariant() else self.step
+            y, state = step(x, dt, a, b, c, state=before.state)
         else:
             y, state = self.scan(x, dt, a, b, c, chunk_size=self.chunk_size, state=before.state)
         return y + skipped(x, weights), ScanState(last_x, last_b, last_c, state)

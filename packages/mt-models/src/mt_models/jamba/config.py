@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, Literal
 
 from mt_core.config.checks import must_divide
 from mt_core.config.fields import NonNegativeInt, PositiveInt
@@ -40,6 +40,9 @@ class JambaConfig(RMSNormDecoderConfig):
     """A bias for each channel of the convolution."""
     mamba_proj_bias: bool = False
     """Biases in the input and output projections of a mixer."""
+    mamba_scan_backend: Literal["auto", "torch", "triton"] = "auto"
+    """What computes the recurrence: torch, mt's Triton kernels (on a GPU in bf16, at most 64 numbers of the state for
+    each channel), or auto, which is torch."""
 
     @property
     def attention_layers(self) -> list[bool]:
