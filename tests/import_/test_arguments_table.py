@@ -217,6 +217,63 @@ def test_an_iteration_of_a_checkpoint_is_loaded(host: PluginHost) -> None:
     assert checkpoint == {"load": "ckpt/iter_0000020", "save_interval": None}
 
 
+def test_gpt_from_before_megatron_core_is_the_same_model(host: PluginHost) -> None:
+    """A legacy GPT has the layers, the activation and the positions of one of Megatron-Core."""
+    result = import_words([*BASE, "--use-legacy-models"], host)
+    assert [one.status for one in result.accounts if one.words == "--use-legacy-models"] == ["no effect"]
+    since = import_words(BASE, host, MegatronOptions(version="0.12"))
+    assert result.sections == since.sections
+
+
+@pytest.mark.parametrize(
+    ("words", "entry", "named"),
+    [
+        ("--num-experts 2", "gpt", "--num-experts"),  # another router than its options say
+        ("--use-rotary-position-embeddings --rotary-base 500000", "gpt", "--rotary-base"),  # always 10000 there
+        ("", "bert", "those of GPT alone"),
+    ],
+)
+def test_what_legacy_models_do_otherwise_is_refused(words: str, entry: str, named: str, host: PluginHost) -> None:
+    result = import_words([*BASE, "--use-legacy-models", *words.split()], host, MegatronOptions(entry=entry))
+    (refused,) = result.of_status("refused")
+    assert refused.words == "--use-legacy-models"
+    assert named in refused.reason
+    usual = ["--use-legacy-models", "--use-rotary-position-embeddings", "--rotary-base", "10000"]
+    assert import_words([*BASE, *usual], host).of_status("refused") == []
+
+
+T5_STAGES = [*BASE[2:], "--encoder-num-layers", "4", "--tokenizer-type", "BertWordPieceCase"]
+
+
+@pytest.mark.parametrize(("decoder", "stages", "expected"), [(4, 2, 4), (8, 4, 6), (8, 2, None)])
+def test_stages_of_the_encoder_stand_before_the_decoders(
+    decoder: int, stages: int, expected: int | None, host: PluginHost
+) -> None:
+    """Two for an encoder of 4 layers: two layers each, as many as the decoder's stages have, or they cannot be divided
+    over both together."""
+    sizes = ["--decoder-num-layers", str(decoder), "--pipeline-model-parallel-size", str(stages)]
+    words = [*T5_STAGES, *sizes, "--encoder-pipeline-model-parallel-size", "2"]
+    result = import_words(words, host, MegatronOptions(entry="t5"))
+    refused = [one.words for one in result.of_status("refused")]
+    assert refused == ([] if expected else ["--encoder-pipeline-model-parallel-size 2"])
+    if expected:
+        assert result.sections["parallel"]["pipeline_model_parallel_size"] == expected
+
+
+def test_stages_of_an_encoder_are_those_of_t5(host: PluginHost) -> None:
+    words = [*BASE, "--pipeline-model-parallel-size", "2", "--encoder-pipeline-model-parallel-size", "2"]
+    (refused,) = import_words(words, host).of_status("refused")
+    assert "encoder alone" in refused.reason
+
+
+@pytest.mark.parametrize("words", ["--distributed-backend nccl2", "--dist-ckpt-use-dtensor-format"])
+def test_newer_ways_to_send_and_to_store_change_no_result(words: str, host: PluginHost) -> None:
+    """torch's second backend for NCCL sends the same messages, and DTensors are another form of Megatron's files."""
+    result = import_words([*BASE, *words.split()], host)
+    assert [one.status for one in result.accounts if one.words == words] == ["no effect"]
+    assert result.sections == import_words(BASE, host).sections
+
+
 EXCLUDED = {
     *(
         "rampup-batch-size",

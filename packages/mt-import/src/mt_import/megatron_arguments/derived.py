@@ -234,6 +234,8 @@ def _layout(values: Values) -> None:
         values["sequence_parallel"] = False
     if sizes := values["hierarchical_context_parallel_sizes"]:
         values["context_parallel_size"] = math.prod(sizes)
+    # Until 0.12 Megatron counted the decoder's stages, with the encoder's before them.
+    values["pipeline_model_parallel_size"] += values["encoder_pipeline_model_parallel_size"]
     values["virtual_pipeline_model_parallel_size"] = _virtual_stages(values)
 
 

@@ -10,7 +10,8 @@ from mt_core import specs
 from mt_core.plugins import PluginHost
 from mt_core.specs import TOKENIZERS
 from mt_import.megatron_arguments.command_line import ParsedArgument
-from mt_import.megatron_arguments.table import Version
+from mt_import.megatron_arguments.entry_scripts import EntryScript
+from mt_import.megatron_arguments.table import Version, by_dest
 
 OPTIMIZERS: Mapping[str, str] = {"adam": "adam", "sgd": "sgd", "lion": "lion", "muon": "muon", "dist_muon": "muon"}
 """Megatron's name -> ours."""
@@ -30,6 +31,17 @@ MODEL_SIZE = ("num_layers", "hidden_size", "num_attention_heads")
 """Arguments of a run that says itself which model it trains."""
 MEGATRON_SPECS = ("megatron.core.models.", "megatron.core.post_training.", "megatron.core.ssm.")
 """Modules with the layers that Megatron itself has for a model, in one implementation or another."""
+NOT_IN_LEGACY_MODELS = (
+    *("num_experts", "qk_layernorm", "multi_latent_attention", "mtp_num_layers", "spec", "window_size"),
+    *("rotary_base", "rotary_interleaved", "use_rope_scaling"),
+)
+"""Arguments that Megatron's models from before Megatron-Core ignore, or do in another way."""
+ENCODER_STAGES = "pipeline stages for the encoder alone"
+OF_ONE_ENTRY: Mapping[str, tuple[str, str]] = {
+    "use_legacy_models": ("gpt", "Megatron's models from before Megatron-Core; those of GPT alone are translated"),
+    "encoder_pipeline_model_parallel_size": ("t5", ENCODER_STAGES),
+}
+"""Argument -> the entry whose runs are translated, and what it requests of those of others."""
 
 
 @dataclass(frozen=True)
@@ -41,25 +53,32 @@ class Refusal:
 
 
 def find_refusals(
-    parsed_arguments: Mapping[str, ParsedArgument], version: Version, host: PluginHost
+    parsed_arguments: Mapping[str, ParsedArgument], entry: EntryScript, version: Version, host: PluginHost
 ) -> dict[str, Refusal]:
     """Attribute -> why it cannot be done, of those that were given."""
     refusals = {}
     for dest, parsed in parsed_arguments.items():
-        reason = _reason(parsed, parsed_arguments, version, host)
+        reason = _reason(parsed, parsed_arguments, entry, version, host)
         if reason is not None:
             refusals[dest] = Refusal(parsed, reason)
     return refusals
 
 
 def _reason(
-    parsed: ParsedArgument, parsed_arguments: Mapping[str, ParsedArgument], version: Version, host: PluginHost
+    parsed: ParsedArgument,
+    parsed_arguments: Mapping[str, ParsedArgument],
+    entry: EntryScript,
+    version: Version,
+    host: PluginHost,
 ) -> str | None:
     # An option that is given its default requests nothing.
     if parsed.value is None or parsed.value == parsed.argument.default_of(version):
         return None
     if parsed.argument.outcome == "refused":
         return parsed.argument.reason
+    name, request = OF_ONE_ENTRY.get(parsed.argument.dest, (entry.name, ""))
+    if entry.name != name:
+        return request
     if check := _CHECKS.get(parsed.argument.dest):
         # The first objection.
         return next(check(parsed.value, {dest: other.value for dest, other in parsed_arguments.items()}, host), None)
@@ -185,12 +204,29 @@ def _spec(value: list[str], values: Mapping[str, Any], host: PluginHost) -> Iter
         yield "layers of a Python module of your own; write a plugin, see docs/guides/add-a-model.md"
 
 
+def _legacy_models(value: bool, values: Mapping[str, Any], host: PluginHost) -> Iterator[str]:
+    known = {dest: by_dest()[dest] for dest in NOT_IN_LEGACY_MODELS}
+    unlike = [known[dest].spelled for dest in known if values.get(dest, known[dest].default) != known[dest].default]
+    if unlike:
+        yield f"Megatron's models from before Megatron-Core, which do not have {', '.join(unlike)} or do it otherwise"
+
+
+def _encoder_stages(value: int, values: Mapping[str, Any], host: PluginHost) -> Iterator[str]:
+    """Stages are divided over encoder and decoder together: their sizes agree where each has as many layers."""
+    encoder = values.get("encoder_num_layers") or values.get("num_layers") or 0
+    decoder = values.get("decoder_num_layers") or encoder
+    if encoder * values.get("pipeline_model_parallel_size", 1) != decoder * value:
+        yield f"{ENCODER_STAGES}, with another number of layers than the decoder's have"
+
+
 def _ssm_states(value: str, given: Mapping[str, Any], host: PluginHost) -> Iterator[str]:
     if value not in ("fp32", "float32"):
         yield f"states of Mamba layers in {value}; they are in fp32"
 
 
 _CHECKS: Mapping[str, Check] = {
+    "use_legacy_models": _legacy_models,
+    "encoder_pipeline_model_parallel_size": _encoder_stages,
     "mamba_training_ssm_states_dtype": _ssm_states,
     "spec": _spec,
     "use_checkpoint_args": _checkpoint_arguments,

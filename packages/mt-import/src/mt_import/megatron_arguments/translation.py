@@ -163,7 +163,7 @@ def translate(
     refused. Raises ConfigError for arguments that contradict one another, and for a model that no family is.
     """
     version = version or version_of(parsed_arguments)
-    refusals = find_refusals(parsed_arguments, version, host)
+    refusals = find_refusals(parsed_arguments, entry, version, host)
     kept = {dest: parsed.value for dest, parsed in parsed_arguments.items() if dest not in refusals}
     values = derive_values(kept, entry, version, world_size, is_part=is_part)
     dropped = dropped_keys(values) | _not_installed(host)
