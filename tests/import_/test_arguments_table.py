@@ -274,6 +274,12 @@ def test_newer_ways_to_send_and_to_store_change_no_result(words: str, host: Plug
     assert result.sections == import_words(BASE, host).sections
 
 
+def test_the_second_version_of_megatrons_sharding_turns_it_on(host: PluginHost) -> None:
+    words = ["--use-megatron-fsdp-v2", "--bf16", "--data-parallel-sharding-strategy", "optim_grads_params"]
+    parallel = import_words([*BASE, *words], host).sections["parallel"]
+    assert parallel["use_torch_fsdp2"] is True
+
+
 EXCLUDED = {
     *(
         "rampup-batch-size",

@@ -60,6 +60,10 @@ until sudo() { :; }; do C=1; done; train.py x""",
     "functions": """run() { local X=$1; shift; train.py "$@" $X $#; }; run a b "c d\"""",
     "groups and pipes": """((B = 1)); { A=1; } ; mkdir -p x >/dev/null 2>&1 ; train.py $A 2>&1 | tee log | cat""",
     "patterns that are no files": """train.py '([0]*3+[1]*58)' "Et*3|(tt|)*6mL" *.nothing""",
+    "parts of a path": """A=/x/y.sh; B=x/; C=y; train.py $(basename "$A") $(dirname "$A") $(basename ${B}) .
+train.py $(dirname "$B") "$(dirname -- "$C")" $(basename "$C")
+if [ "$(basename "$A")" = "y.sh" ]; then D=1; fi; train.py $D
+E=/; F=; G="a b/c d"; train.py $(basename $E) $(dirname $E) "$(basename "$F")" "$(dirname "$F")" "$(basename "$G")\"""",
     "unset": """A=1; unset A; train.py "${A:-gone}\"""",
     "eval": """A='train.py a "b c"'; eval $A""",
     "heredoc": """A=1; bash <<EOF
@@ -123,6 +127,15 @@ LAUNCHES = {
     "accelerate launch --num_processes 4 train.py --a": ("train.py", 4, 1),
     "RANK=0 WORLD_SIZE=1 python pretrain_gpt.py --a": ("pretrain_gpt.py", 1, 1),
     "torchrun --nproc_per_node 8 --nnodes $SLURM_NNODES pretrain_gpt.py --a": ("pretrain_gpt.py", 8, None),
+    "#SBATCH --nodes=2 # two\n#SBATCH --ntasks-per-node 4\nsrun -l python pretrain_gpt.py --a": (
+        "pretrain_gpt.py",
+        4,
+        2,
+    ),
+    "#SBATCH -N 4\nsrun -N 2 -n 16 python pretrain_gpt.py --a": ("pretrain_gpt.py", 8, 2),
+    "#SBATCH --nodes=2\npython pretrain_gpt.py --a": ("pretrain_gpt.py", 1, 1),
+    "true\n#SBATCH --nodes=2\nsrun python pretrain_gpt.py --a": ("pretrain_gpt.py", 1, 1),
+    "#SBATCH --ntasks-per-node=1\nsrun torchrun --nproc-per-node 8 pretrain_gpt.py --a": ("pretrain_gpt.py", 8, 1),
     "python tools/prepare.py x; torchrun --nproc_per_node 2 pretrain_gpt.py --a": ("pretrain_gpt.py", 2, 1),
 }
 

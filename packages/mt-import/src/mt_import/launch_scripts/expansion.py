@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import glob
+import posixpath
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from fnmatch import fnmatchcase, translate
@@ -19,6 +20,8 @@ _BRACES = re.compile(r"\{(?:[^{}]*,[^{}]*|(?:-?\d+\.\.-?\d+|[A-Za-z]\.\.[A-Za-z]
 _SELF = r'"?\$(?:0|\{0\}|\{?BASH_SOURCE(?:\[0\]|\[@\])?(?::-\$0)?\}?)"?'
 _SELF_PATH = rf'(?:{_SELF}|"?\$\((?:readlink|realpath)\s+(?:-\w+\s+)*(?:--\s+)?{_SELF}\)"?)'
 _SCRIPT_FOLDER = re.compile(rf"dirname\s+(?:--\s+)?{_SELF_PATH}")
+# Part of a path that a variable has: basename "$PATH_OF_IT".
+_PART_OF_PATH = re.compile(r'\s*(basename|dirname)\s+(?:--\s+)?("?)\$(?:(\w+)|\{(\w+)\})\2\s*')
 
 
 def expand_words(words: Sequence[Word], variables: Variables) -> list[str]:
@@ -126,10 +129,23 @@ def _substitution(command: str, variables: Variables) -> str:
     # The folder of the script, however it is found: paths relative to it stay readable.
     if _SCRIPT_FOLDER.search(command) or command.strip() == "pwd":
         return "."
+    if (match := _PART_OF_PATH.fullmatch(command)) and (part := _part_of_path(match, variables)) is not None:
+        return part
     shown = f"$({command.strip()})"
     return variables.unknowns.mark(
         shown, f"{shown} is the output of a command, which is not run: give --define for the variable that it sets"
     )
+
+
+def _part_of_path(match: re.Match[str], variables: Variables) -> str | None:
+    """What basename and dirname write; None: the words that they are given are several, or none."""
+    path = _parameter(Parameter(match[3] or match[4]), variables)
+    if not isinstance(path, str) or not (match[2] or path) or (not match[2] and any(c in BLANKS for c in path)):
+        return None
+    if not is_known(path):
+        return _unknown_in(path)
+    path = path.rstrip("/") or path[:1]
+    return posixpath.dirname(path) or "." if match[1] == "dirname" else posixpath.basename(path) or path
 
 
 def _replacement(part: Parameter, variables: Variables) -> Word | None:

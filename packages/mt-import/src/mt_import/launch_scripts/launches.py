@@ -16,6 +16,7 @@ TOTAL = ("ntasks", "n", "num-processes")
 NODE_RANK = ("node-rank", "machine-rank")
 ADDRESS = ("master-addr", "main-process-ip")
 PORT = ("master-port", "main-process-port")
+BATCH = "#SBATCH "
 SIZE_OPTION = "--num-layers"
 """The argument that every model has."""
 
@@ -73,7 +74,18 @@ def read_launch(
             f"{path}, line {command.line}: whether this command runs is decided by {command.undecided}; give --define "
             f"for the variable that it needs, or --program {command.line}"
         )
-    return launch_of(command, read.unknowns), read.unknowns
+    return launch_of(command, read.unknowns, _batch_options(path)), read.unknowns
+
+
+def _batch_options(path: Path) -> dict[str, str]:
+    """What the #SBATCH lines before the first command of a script request."""
+    options: dict[str, str] = {}
+    for line in path.read_text(encoding="utf-8").splitlines():
+        if line.startswith(BATCH):
+            options |= _options(line.removeprefix(BATCH).partition(" #")[0].split())
+        elif line.strip() and not line.startswith("#"):
+            break
+    return options
 
 
 def _argument_list(values: Mapping[str, Value]) -> ArgumentList | None:
@@ -142,9 +154,12 @@ def _script(command: Command) -> str:
     return next(word for word in command.words if word.endswith(".py"))
 
 
-def launch_of(command: Command, unknowns: Unknowns) -> Launch:
+def launch_of(command: Command, unknowns: Unknowns, batch: Mapping[str, str] | None = None) -> Launch:
+    """batch: options of the job, which srun takes for those that it is not given."""
     place = command.words.index(_script(command))
     options = _options(command.words[:place])
+    if "srun" in command.words[:place] and PROCESSES[0] not in options:
+        options = {**(batch or {}), **options}
     environment = command.environment
     nnodes = _integer(_first(options, NODES))
     # srun and accelerate give the processes of all nodes.

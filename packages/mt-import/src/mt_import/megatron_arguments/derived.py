@@ -142,6 +142,8 @@ def _aliases(values: Values) -> None:
         values["recompute_modules"] = [*(values["recompute_modules"] or ["core_attn"]), "moe"]
     if values["use_rotary_position_embeddings"]:
         values["position_embedding_type"] = "rope"
+    if values["use_megatron_fsdp_v2"]:  # Megatron's configuration of data parallelism turns the first on, too
+        values["use_megatron_fsdp"] = True
     if not values["num_experts"]:
         values["num_experts"] = None
     for first, other in (("num_layers", "encoder_num_layers"), ("seq_length", "encoder_seq_length")):

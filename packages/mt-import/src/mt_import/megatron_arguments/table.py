@@ -55,7 +55,7 @@ REASONS: Mapping[str, str] = {
     "included": "special tokens are included unless --tokenizer-hf-no-include-special-tokens is given",
     "init": "each initial weight is drawn from the seed, the same for every layout",
     "kernels": "another implementation of the same computation; [kernels] and model.attention_backend choose",
-    "legacy": "GPT's layers from before Megatron-Core compute what those of Megatron-Core do, in another implementation",
+    "legacy": "GPT's layers from before Megatron-Core are another implementation of the same computation",
     "memory": "how memory is reused changes no result",
     "modelopt": "a checkpoint of ModelOpt has its state beside the weights, which alone are read",
     "modelopt-names": "the pattern of layers says which model it is",
