@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from functools import partial
+from types import ModuleType
 
 import pytest
 import torch
@@ -168,6 +169,26 @@ def test_scores_of_an_indexer_that_learns(count: int) -> None:
 
     exact = with_gradients_by(torch_index_scores, q.float(), w, k.float())
     assert_near(with_gradients_by(by_kernels, q, w, k), exact, 1e-2)
+
+
+@pytest.mark.parametrize("n", [2, 4, 8])
+@pytest.mark.parametrize(("dtype", "share"), [(torch.float32, 1e-5), (torch.bfloat16, 2e-2)])
+def test_hyper_connections(n: int, dtype: torch.dtype, share: float) -> None:
+    from mt_core.nn.kernels.reference import hyper_connection as reference
+    from mt_core.nn.kernels.triton_kernels import hyper_connection as kernels
+
+    width, connection = (2 + n) * n, reference.Connection(1e-6, 1e-6, 20)
+    streams, output = draw(2, 150, n * 130).to(dtype), draw(2, 150, 130).to(dtype)
+
+    def with_gradients_by(module: ModuleType, streams: Tensor, output: Tensor) -> tuple[Tensor, ...]:
+        parts = (streams, draw(2, 150, width), draw(width), draw(3), output)
+        leaves = [x.detach().requires_grad_() for x in parts]
+        x, post, mixing = module.read_streams(*leaves[:4], connection)
+        mixed = module.mixed_streams(leaves[4] + x, post, mixing, leaves[0])
+        return (x, post, mixing, mixed, *torch.autograd.grad(mixed, leaves, draw(*mixed.shape).to(mixed.dtype)))
+
+    exact = with_gradients_by(reference, streams.float(), output.float())
+    assert_near(with_gradients_by(kernels, streams, output), exact, share)
 
 
 # -- flash-linear-attention ----------------------------------------------------------------------------

@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+from collections import Counter
+from collections.abc import Callable
+from typing import Any
+
 import pytest
 import torch
 import torch.nn.functional as F
@@ -12,9 +16,12 @@ from torch import nn
 
 from mt_core.errors import ConfigError
 from mt_core.nn.auxiliary import auxiliary_losses
+from mt_core.nn.kernels.choice import Kernels, use_kernels
+from mt_core.nn.kernels.reference.hyper_connection import mixed_streams, read_streams
 from mt_core.nn.layout import initialize, parameter_layouts
 from mt_core.parallel.context import ParallelContext
 from mt_models.blocks.compressor import Compressor
+from mt_models.blocks.hyper_connection import HyperConnection
 from mt_models.blocks.multi_token import shifted
 from mt_models.deepseek_v4.flops import flops_per_token
 from mt_models.deepseek_v4.hugging_face import spelling
@@ -299,3 +306,24 @@ def test_a_configuration_that_cannot_be_read(host, fields, words) -> None:
     external = {key: value for key, value in SHAPE.items() if "implementation" not in key}
     with pytest.raises(ConfigError, match=words):
         ref.family_of(host, "deepseek_v4").read_config({"model_type": "deepseek_v4", **external, **fields})
+
+
+def test_connections_read_and_write_by_what_is_chosen(host, monkeypatch) -> None:
+    model, tokens, calls = build(host), dense.random_tokens(89, 12), Counter()
+    expected = model(tokens)
+
+    def counted(function: Callable[..., Any]) -> Callable[..., Any]:
+        def call(*inputs: Any) -> Any:
+            calls[function.__name__] += 1
+            return function(*inputs)
+
+        return call
+
+    kernels = Kernels({"hyper_connection": "torch"}, "cpu", "float32")
+    monkeypatch.setattr(kernels, "pick", lambda *_, **__: counted(read_streams))
+    monkeypatch.setattr(kernels, "pick_fused", lambda *_, **__: counted(mixed_streams))
+    connections = [module for module in model.modules() if isinstance(module, HyperConnection)]
+    use_kernels(connections, kernels)
+    assert torch.equal(model(tokens), expected)
+    assert len(connections) == 2 * len(model.decoder.layers)
+    assert calls == {"read_streams": len(connections), "mixed_streams": len(connections)}

@@ -70,6 +70,8 @@ def test_auto_leaves_out_what_has_not_run_on_a_gpu(installed: set[str]) -> None:
     ):
         with pytest.raises(ConfigError, match=reason):
             choose("index_scores", "triton", replace(conv, **changed))
+    with pytest.raises(ConfigError, match="it takes 2, 4, 8 streams, not 3; use auto or torch"):
+        choose("hyper_connection", "triton", replace(conv, width=3))
 
 
 def test_auto_takes_no_package_that_nobody_named(installed: set[str]) -> None:

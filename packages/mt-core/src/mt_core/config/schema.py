@@ -345,6 +345,8 @@ class KernelsConfig(Section):
     index_scores: OwnKernel = "auto"
     """Scores of the indexers of sparse attention and their gradients. auto: on a GPU triton without gradients, else
     torch."""
+    hyper_connection: OwnKernel = "auto"
+    """Weights, Sinkhorn's iterations and sums of hyper-connections. auto: torch."""
 
 
 RecomputedModule = Literal["core_attn", "layernorm", "mlp", "mla_up_proj", "moe", "moe_act", "shared_experts"]

@@ -14,12 +14,21 @@ Streams are [B, S, n H] between layers and pipeline stages: those of a token sid
 
 from __future__ import annotations
 
-from typing import Protocol
+from collections.abc import Callable
+from typing import Any, Protocol
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from mt_core.nn.kernels.choice import Kernels
+from mt_core.nn.kernels.reference.hyper_connection import (
+    Connection,
+    mixed_streams,
+    normalized,
+    read_streams,
+    weighted_sum,
+)
 from mt_core.nn.layout import Init, LayoutModule, ParameterLayout, normal, ones, sequence_axes, zeros
 from mt_core.parallel.context import ParallelContext
 
@@ -79,10 +88,12 @@ class StreamWeights(LayoutModule):
 
     def products(self, streams: Tensor) -> Tensor:
         """[B, S, n H] -> weight vec(X) / rms(vec(X)), [B, S, outputs] in fp32"""
-        wide = streams.float()
-        # The norm has no weight: dividing the products by rms gives the same as dividing what is multiplied.
+        return normalized(self.projected(streams), streams, self.epsilon)
+
+    def projected(self, streams: Tensor) -> Tensor:
+        """[B, S, n H] -> weight vec(X), [B, S, outputs] in fp32"""
         # FSDP2 casts parameters to the dtype of the model.
-        return F.linear(wide, self.weight.float()) * (wide.square().mean(-1, keepdim=True) + self.epsilon).rsqrt()
+        return F.linear(streams.float(), self.weight.float())
 
 
 class HyperConnection(StreamWeights):
@@ -91,16 +102,25 @@ class HyperConnection(StreamWeights):
     def __init__(self, config: HyperConnectionConfigLike, ctx: ParallelContext) -> None:
         streams = config.hyper_connection_streams
         super().__init__(config, (2 + streams) * streams, 3, ctx)
-        self.iterations, self.floor = config.hyper_connection_iterations, config.hyper_connection_epsilon
+        self.connection = Connection(
+            config.norm_epsilon, config.hyper_connection_epsilon, config.hyper_connection_iterations
+        )
+        self._read: Callable[..., tuple[Tensor, Tensor, Tensor]] = read_streams
+        self._write: Callable[..., Any] = mixed_streams
+
+    def use_kernels(self, kernels: Kernels) -> None:
+        """Choose what computes all but the product. Raises ConfigError where the named kernel cannot serve."""
+        self._read = kernels.pick("hyper_connection", width=self.streams)
+        self._write = kernels.pick_fused("hyper_connection", width=self.streams) or mixed_streams
 
     def forward(self, streams: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """[B, S, n H] -> the block's input [B, S, H], post [B, S, n] and C [B, S, n, n] in fp32"""
-        n = self.streams
-        parts = zip(self.products(streams).split((n, n, n * n), -1), self.bias.split((n, n, n * n)), strict=True)
-        pre, post, mixed = (part * scale + bias for (part, bias), scale in zip(parts, self.scale, strict=True))
-        block_input = weighted_sum(pre.sigmoid() + self.floor, streams)
-        doubly_stochastic = sinkhorn(mixed.unflatten(-1, (n, n)).softmax(-1) + self.floor, self.iterations, self.floor)
-        return block_input, 2.0 * post.sigmoid(), doubly_stochastic
+        return self._read(streams, self.projected(streams), self.bias, self.scale, self.connection)
+
+    def mixed(self, block_output: Tensor, post: Tensor, mixing: Tensor, streams: Tensor) -> Tensor:
+        """post (x) block_output + C^T X: [B, S, H], [B, S, n], [B, S, n, n] and [B, S, n H] -> [B, S, n H]"""
+        mixed: Tensor = self._write(block_output, post, mixing, streams)
+        return mixed
 
 
 class HyperHead(StreamWeights):
@@ -144,28 +164,3 @@ class StreamMean(nn.Module):
 def repeated(x: Tensor, streams: int) -> Tensor:
     """[B, S, H] -> [B, S, n H]: equal streams."""
     return x.repeat(1, 1, streams)
-
-
-def weighted_sum(weights: Tensor, streams: Tensor) -> Tensor:
-    """weights [B, S, n] in fp32, streams [B, S, n H] -> [B, S, H] in the dtype of the streams"""
-    apart = streams.unflatten(-1, (weights.shape[-1], -1)).float()
-    return (weights.unsqueeze(-2) @ apart).squeeze(-2).to(streams.dtype)
-
-
-def mixed_streams(block_output: Tensor, post: Tensor, mixing: Tensor, streams: Tensor) -> Tensor:
-    """post (x) block_output + C^T X: [B, S, H], [B, S, n], [B, S, n, n] and [B, S, n H] -> [B, S, n H]"""
-    dtype, apart = streams.dtype, streams.unflatten(-1, (post.shape[-1], -1))
-    added = post.to(dtype).unsqueeze(-1) * block_output.unsqueeze(-2)
-    return (added + mixing.to(dtype).transpose(-1, -2) @ apart).flatten(-2)
-
-
-def sinkhorn(matrices: Tensor, iterations: int, epsilon: float) -> Tensor:
-    """[..., n, n], positive -> columns and then rows divided by their sums in turn, columns once more often."""
-
-    def divided(x: Tensor, dim: int) -> Tensor:
-        return x / (x.sum(dim, keepdim=True) + epsilon)
-
-    matrices = divided(matrices, -2)
-    for _ in range(iterations - 1):
-        matrices = divided(divided(matrices, -1), -2)
-    return matrices

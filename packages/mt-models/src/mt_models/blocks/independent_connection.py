@@ -15,9 +15,10 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
+from mt_core.nn.kernels.reference.hyper_connection import weighted_sum
 from mt_core.nn.layout import Init
 from mt_core.parallel.context import ParallelContext
-from mt_models.blocks.hyper_connection import StreamConfigLike, StreamWeights, weighted_sum
+from mt_models.blocks.hyper_connection import StreamConfigLike, StreamWeights
 
 
 class IndependentConnectionConfigLike(StreamConfigLike, Protocol):

@@ -23,7 +23,7 @@ from mt_core.parallel.context import ParallelContext
 from mt_core.parallel.pipeline.stage import Stage
 from mt_models.blocks.compressed_attention import CompressedAttention
 from mt_models.blocks.decoder import freeze
-from mt_models.blocks.hyper_connection import HyperConnection, StreamOutput, mixed_streams, repeated
+from mt_models.blocks.hyper_connection import HyperConnection, StreamOutput, repeated
 from mt_models.blocks.linear import ReplicatedLinear
 from mt_models.blocks.multi_token import TokenPrediction
 from mt_models.blocks.norm import Float32RMSNorm
@@ -59,9 +59,9 @@ class DeepseekV4Layer(nn.Module):
         """tokens [B, S]: ids of whole sequences, for layers whose experts go by them."""
         x, post, mixing = self.attention_connection(streams)
         attended = self.self_attention(self.input_layernorm(x), pattern, angles, cache)
-        streams = mixed_streams(attended, post, mixing, streams)
+        streams = self.attention_connection.mixed(attended, post, mixing, streams)
         x, post, mixing = self.mlp_connection(streams)
-        return mixed_streams(self.mlp(self.pre_mlp_layernorm(x), ids=tokens), post, mixing, streams)
+        return self.mlp_connection.mixed(self.mlp(self.pre_mlp_layernorm(x), ids=tokens), post, mixing, streams)
 
 
 class StreamPrediction(TokenPrediction):

@@ -17,7 +17,7 @@ from mt_core.nn.cache import Cache
 from mt_core.nn.layout import zeros
 from mt_core.parallel.pipeline.stage import Stage
 from mt_models.blocks.decoder import RotaryDecoder, attention_core, freeze
-from mt_models.blocks.hyper_connection import HyperConnection, StreamMean, mixed_streams, repeated
+from mt_models.blocks.hyper_connection import HyperConnection, StreamMean, repeated
 from mt_models.blocks.kimi_delta_net import KimiDeltaNet
 from mt_models.blocks.pooled_latent_attention import PooledLatentAttention
 from mt_models.blocks.predicting_decoder import PredictingDecoder
@@ -48,9 +48,9 @@ class Glm5NextLayer(nn.Module):
     ) -> Tensor:
         x, post, mixing = self.attention_connection(streams)
         attended = self.self_attention(self.input_layernorm(x), pattern, angles, cache)
-        streams = mixed_streams(attended, post, mixing, streams)
+        streams = self.attention_connection.mixed(attended, post, mixing, streams)
         x, post, mixing = self.mlp_connection(streams)
-        return mixed_streams(self.mlp(self.pre_mlp_layernorm(x)), post, mixing, streams)
+        return self.mlp_connection.mixed(self.mlp(self.pre_mlp_layernorm(x)), post, mixing, streams)
 
 
 def _delta_net(config: Glm5NextConfig, context: ModelBuildContext) -> nn.Module:

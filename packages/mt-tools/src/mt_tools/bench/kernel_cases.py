@@ -11,6 +11,7 @@ from torch import Tensor
 
 from mt_core.nn.kernels.reference.adamw import AdamWOptions, AdamWTensors, split_halves
 from mt_core.nn.kernels.reference.fp8_casts import E4M3, Casts
+from mt_core.nn.kernels.reference.hyper_connection import Connection
 from mt_core.nn.kernels.request import Feature, KernelName
 from mt_core.parallel.context import Axis
 from mt_tools.bench.machine import Machine
@@ -169,6 +170,23 @@ def index_cases(machine: Machine, sizes: Sizes) -> Iterator[KernelCase]:
     yield KernelCase("index_scores", label, channels, call, step, inputs + outputs, 3 * inputs + 2 * outputs)
 
 
+def connection_cases(machine: Machine, sizes: Sizes) -> Iterator[KernelCase]:
+    """What the connection of a block reads from four streams, with 20 iterations of Sinkhorn (DeepSeek-V4)."""
+    n, tokens = 4, sizes.tokens
+    streams = random(machine, 1, tokens, n * sizes.hidden)
+    shapes = (1, tokens, (2 + n) * n), ((2 + n) * n,), (3,)
+    leaves = [random(machine, *shape).detach().float().requires_grad_() for shape in shapes]
+    size = streams.numel() * streams.element_size()
+
+    def call(function: Callable[..., Any]) -> Tensor:
+        return function(streams, *leaves, Connection(1e-6, 1e-6, 20))[0]
+
+    # Forward: streams in, a quarter of them out. Backward: both in, streams out.
+    label = f"{tokens} x {n} x {sizes.hidden}"
+    step = differentiated(call, streams, *leaves)
+    yield KernelCase("hyper_connection", label, n, call, step, size + size // n, 3 * size + 2 * size // n)
+
+
 def softmax_cases(machine: Machine, sizes: Sizes) -> Iterator[KernelCase]:
     scores = random(machine, *sizes.scores)
     size = scores.numel() * scores.element_size()
@@ -288,6 +306,7 @@ CASES = (
     residual_cases,
     convolution_cases,
     index_cases,
+    connection_cases,
     softmax_cases,
     loss_cases,
     adamw_cases,

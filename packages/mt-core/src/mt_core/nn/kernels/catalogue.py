@@ -18,6 +18,7 @@ from mt_core.nn.kernels.request import (
     supports_triton_adamw,
     supports_triton_index,
     supports_triton_rows,
+    supports_triton_streams,
     supports_triton_taps,
 )
 
@@ -35,6 +36,7 @@ class Implementation:
     - Of fp8_cast, the function itself: its casts compute the activations (Activated) that they are given.
     - Of causal_conv, (x [B, S, C], weight, bias, past [B, k - 1, C], silu) -> the same behind past, and the last k - 1
       inputs; without gradients.
+    - Of hyper_connection, which reads the input of a block from streams, the sum of its output and the mixed streams.
 
     automatic: `auto` takes it. A kernel that has not run on a GPU is used where it is named.
     """
@@ -77,6 +79,10 @@ def _torch_conv() -> Implementation:
 def _triton_conv() -> Implementation:
     step: Lazy[Callable[..., Any]] = Lazy("mt_core.nn.kernels.triton_kernels.causal_conv:causal_conv_step")
     return replace(_triton("causal_conv:causal_conv", supports_triton_taps), fused=step, automatic=False)
+
+
+def _mixed_streams(folder: str) -> Lazy[Callable[..., Any]]:
+    return Lazy(f"mt_core.nn.kernels.{folder}.hyper_connection:mixed_streams")
 
 
 _WEIGHTED_ACTIVATION: Lazy[Callable[..., Any]] = Lazy(
@@ -145,5 +151,13 @@ KERNELS: Mapping[KernelName, tuple[Implementation, ...]] = {
     "index_scores": (
         _torch("index_scores:index_scores"),
         replace(_triton("index_scores:index_scores", supports_triton_index), automatic=False),
+    ),
+    "hyper_connection": (
+        replace(_torch("hyper_connection:read_streams"), fused=_mixed_streams("reference")),
+        replace(
+            _triton("hyper_connection:read_streams", supports_triton_streams),
+            fused=_mixed_streams("triton_kernels"),
+            automatic=False,
+        ),
     ),
 }

@@ -26,6 +26,7 @@ KernelName = Literal[
     "fp8_cast",
     "causal_conv",
     "index_scores",
+    "hyper_connection",
 ]
 
 Feature = Literal[
@@ -54,7 +55,8 @@ class KernelRequest:
 
     dtype: of the activations, or of the weights for the optimizer ("float32", "bfloat16", "float16", "float64").
     width: the size that the kernel works on as a whole, where it has one: the normalized dimension, the head size,
-    keys of a softmax, ids of this rank's vocabulary, taps of a convolution, channels of an indexer.
+    keys of a softmax, ids of this rank's vocabulary, taps of a convolution, channels of an indexer,
+    residual streams.
     """
 
     device_type: str
@@ -125,6 +127,17 @@ def supports_triton_index(request: KernelRequest) -> bool | str:
         return f"its queries have at most {WIDEST_INDEX} channels, not {request.width}"
     if request.dtype != "bfloat16":
         return f"it computes in bfloat16, not in {request.dtype}"
+    return supports_triton(request)
+
+
+CONNECTED_STREAMS = (2, 4, 8)
+"""Numbers of residual streams that the kernels of hyper-connections take."""
+
+
+def supports_triton_streams(request: KernelRequest) -> bool | str:
+    """Ours that computes hyper-connections."""
+    if request.width not in CONNECTED_STREAMS:
+        return f"it takes {', '.join(map(str, CONNECTED_STREAMS))} streams, not {request.width}"
     return supports_triton(request)
 
 
