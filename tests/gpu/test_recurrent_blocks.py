@@ -12,7 +12,7 @@ from torch import Tensor
 
 from mt_core.nn.kernels.catalogue import KERNELS
 from mt_core.nn.kernels.reference import causal_conv as reference
-from mt_models.blocks.delta_backends import GATED, KIMI, Recurrence
+from mt_models.blocks.delta_backends import GATED, KIMI, RWKV7, Recurrence
 from mt_models.blocks.fla_delta_rule import can_run_fla
 from mt_models.blocks.fla_rwkv7_rule import fla_rwkv7_rule, fla_rwkv7_step
 from mt_models.blocks.gated_delta_rule import DeltaInputs
@@ -56,23 +56,45 @@ def test_a_step_of_the_kernel(name: str, dtype: torch.dtype, share: float) -> No
     assert_near(triton_delta_step(inputs, state=state), expected, share)
 
 
-def with_gradients(rule: Callable[..., tuple[Tensor, Tensor]], inputs: DeltaInputs, **options: Tensor) -> list[Tensor]:
+def with_gradients(
+    rule: Callable[..., tuple[Tensor, Tensor]], inputs: DeltaInputs | Rwkv7Inputs, **options: Tensor
+) -> list[Tensor]:
     """Outputs, the last state, and the gradients of the inputs."""
     leaves = [x.detach().requires_grad_() for x in inputs]
-    o, last = rule(DeltaInputs(*leaves), **options)
+    o, last = rule(type(inputs)(*leaves), **options)
     return [o, last, *torch.autograd.grad((o, last), leaves, (draw(*o.shape).to(o.dtype), draw(*last.shape)))]
 
 
 @pytest.mark.parametrize("is_packed", [False, True])
-@pytest.mark.parametrize("name", [name for name, rule in RECURRENCES.items() if rule.triton])
+@pytest.mark.parametrize("name", RECURRENCES)
 def test_kernels_of_whole_sequences(name: str, is_packed: bool) -> None:
     recurrence, inputs = RECURRENCES[name], delta_inputs(name, 200, torch.bfloat16)
     segments = {"segment_ids": (torch.arange(200, device="cuda") // 70).expand(2, -1)}
     options = segments if is_packed else {"state": draw(2, 8, 64, 64)}
-    assert recurrence.triton is not None
     found = with_gradients(partial(recurrence.triton, chunk_size=64), inputs, **options)
     exact = DeltaInputs(*(x.float() for x in inputs))
     assert_near(tuple(found), tuple(with_gradients(recurrence.recurrent, exact, **options)), 3e-2)
+
+
+def rwkv7_inputs(length: int, dim: int = 64) -> Rwkv7Inputs:
+    shape = (2, length, 8, dim)
+    z = torch.nn.functional.normalize(draw(*shape).flip(0), dim=-1)
+    values = (draw(*shape), draw(*shape).flip(1), draw(*shape).flip(2), z, draw(*shape).sigmoid())
+    r, k, v, z, a = (x.bfloat16() for x in values)
+    return Rwkv7Inputs(r, LOWEST_DECAY * draw(*shape).sigmoid(), k, v, z, a)
+
+
+@pytest.mark.parametrize("is_packed", [False, True])
+@pytest.mark.parametrize("dim", [64, 128])
+def test_kernels_of_rwkv7(dim: int, is_packed: bool) -> None:
+    inputs = rwkv7_inputs(200, dim)
+    segments = {"segment_ids": (torch.arange(200, device="cuda") // 70).expand(2, -1)}
+    options = segments if is_packed else {"state": draw(2, 8, dim, dim)}
+    exact = Rwkv7Inputs(*(x.float() for x in inputs))
+    expected = with_gradients(recurrent_rwkv7_rule, exact, **options)
+    found = with_gradients(partial(RWKV7.triton, chunk_size=32), inputs, **options)
+    assert_near(tuple(found), tuple(expected), 1e-2)
+    assert_near(RWKV7.triton_step(inputs, **options), tuple(expected[:2]), 1e-2)
 
 
 @pytest.mark.parametrize("is_packed", [False, True])
@@ -212,9 +234,5 @@ def test_rules_of_fla(name: str) -> None:
 @needs_fla
 @pytest.mark.parametrize(("rule", "share"), [(fla_rwkv7_rule, 2e-2), (fla_rwkv7_step, 1e-2)])
 def test_rwkv7_of_fla(rule: Callable[..., tuple[Tensor, Tensor]], share: float) -> None:
-    shape = (2, 150, 8, 64)
-    z = torch.nn.functional.normalize(draw(*shape).flip(0), dim=-1)
-    values = (draw(*shape), draw(*shape).flip(1), draw(*shape).flip(2), z, draw(*shape).sigmoid())
-    r, k, v, z, a = (x.bfloat16() for x in values)
-    inputs, state = Rwkv7Inputs(r, LOWEST_DECAY * draw(*shape).sigmoid(), k, v, z, a), draw(2, 8, 64, 64)
+    inputs, state = rwkv7_inputs(150), draw(2, 8, 64, 64)
     assert_near(rule(inputs, state=state), recurrent_rwkv7_rule(inputs, state=state), share)

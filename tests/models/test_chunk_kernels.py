@@ -112,14 +112,13 @@ def results(rule: Any, drawn: Drawn, dtype: torch.dtype | None) -> list[Tensor]:
 
 def errors_of_rules(rank: int, world: int, kind: str) -> dict[str, dict[str, float]]:
     recurrence = {"gated": GATED, "kimi": KIMI}[kind]
-    assert recurrence.triton is not None
     errors = {}
     for name, case in CASES.items():
         if kind == "kimi" and name not in OF_CHANNELS:
             continue
 
         def rule(x: DeltaInputs, state: Tensor | None, ids: Tensor | None, size: int = case.size) -> Any:
-            return recurrence.triton(x, chunk_size=size, state=state, segment_ids=ids)  # type: ignore[misc]
+            return recurrence.triton(x, chunk_size=size, state=state, segment_ids=ids)
 
         drawn = draw(case) if kind == "gated" else draw(case._replace(groups=case.heads), by_channel=True)
         both = zip(results(rule, drawn, None), results(formula, drawn, torch.float64), strict=True)

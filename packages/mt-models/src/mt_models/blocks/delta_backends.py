@@ -19,7 +19,7 @@ from mt_models.blocks.fla_rwkv7_rule import fla_rwkv7_rule, fla_rwkv7_step
 from mt_models.blocks.gated_delta_rule import DeltaInputs, recurrent_delta_rule
 from mt_models.blocks.has_triton import has_triton
 from mt_models.blocks.kimi_delta_rule import chunked_kimi_rule, recurrent_kimi_rule
-from mt_models.blocks.rwkv7_rule import chunked_rwkv7_rule, recurrent_rwkv7_rule
+from mt_models.blocks.rwkv7_rule import Rwkv7Inputs, chunked_rwkv7_rule, recurrent_rwkv7_rule
 from mt_models.blocks.triton_training import training_kernels_lack
 
 Rule = Callable[..., tuple[Tensor, Tensor]]
@@ -35,10 +35,14 @@ class Recurrence(NamedTuple):
     """Name of the module of fla."""
     fla: Rule
     fla_step: Rule
-    has_step: bool
-    """Whether mt has a kernel of single positions."""
-    triton: Rule | None = None
+    triton: Rule
     """mt's kernels of whole sequences, with chunk_size too."""
+    triton_step: Rule
+    """mt's kernel of single positions."""
+    has_tried_step: bool
+    """Whether that has run on a GPU, so that auto takes it."""
+    triton_lacks: Callable[[RuleSizes, int], str | None]
+    """What its kernels need and what to change, for sizes and a chunk size."""
 
 
 def _triton_gated_rule(inputs: DeltaInputs, **options: Any) -> tuple[Tensor, Tensor]:
@@ -54,14 +58,62 @@ def _triton_kimi_rule(inputs: DeltaInputs, **options: Any) -> tuple[Tensor, Tens
     return triton_kimi_rule(inputs, **options)
 
 
+def _triton_rwkv7_rule(inputs: Rwkv7Inputs, **options: Any) -> tuple[Tensor, Tensor]:
+    from mt_models.blocks.triton_kernels.rwkv7_rule import triton_rwkv7_rule
+
+    return triton_rwkv7_rule(inputs, **options)
+
+
+def _triton_step(
+    inputs: DeltaInputs, *, state: Tensor | None = None, segment_ids: Tensor | None = None
+) -> tuple[Tensor, Tensor]:
+    from mt_models.blocks.triton_kernels.delta_step import triton_delta_step
+
+    return triton_delta_step(inputs, state=state, segment_ids=segment_ids)
+
+
+class RuleSizes(NamedTuple):
+    """What a rule is used for."""
+
+    device: str
+    dtype: torch.dtype
+    key_dim: int
+    value_dim: int
+
+    @classmethod
+    def of(cls, ctx: ParallelContext, key_dim: int, value_dim: int) -> RuleSizes:
+        return cls(ctx.device.type, ctx.params_dtype, key_dim, value_dim)
+
+
+def _chunks_lack(sizes: RuleSizes, chunk_size: int) -> str | None:
+    from mt_models.blocks.triton_kernels.chunk_launches import CHUNK_SIZES, WIDEST_KEY
+
+    if sizes.key_dim > WIDEST_KEY:
+        return f"a key has at most {WIDEST_KEY} channels; change model.linear_key_head_dim"
+    if chunk_size not in CHUNK_SIZES:
+        return f"a chunk has {' or '.join(map(str, CHUNK_SIZES))} positions; change model.linear_chunk_size"
+    return None
+
+
+def _positions_lack(sizes: RuleSizes, chunk_size: int) -> str | None:
+    """The kernels of single positions have no chunks."""
+    from mt_models.blocks.triton_kernels.rwkv7_rule import WIDEST_HEAD
+
+    if sizes.key_dim > WIDEST_HEAD:
+        return f"a head has at most {WIDEST_HEAD} channels; change model.head_size"
+    return None
+
+
 GATED = Recurrence(
     chunked_delta_rule,
     recurrent_delta_rule,
     "fla.ops.gated_delta_rule",
     fla_delta_rule,
     fla_delta_step,
-    has_step=True,
     triton=_triton_gated_rule,
+    triton_step=_triton_step,
+    has_tried_step=True,
+    triton_lacks=_chunks_lack,
 )
 KIMI = Recurrence(
     chunked_kimi_rule,
@@ -69,11 +121,21 @@ KIMI = Recurrence(
     "fla.ops.kda",
     fla_kimi_rule,
     fla_kimi_step,
-    has_step=True,
     triton=_triton_kimi_rule,
+    triton_step=_triton_step,
+    has_tried_step=True,
+    triton_lacks=_chunks_lack,
 )
 RWKV7 = Recurrence(
-    chunked_rwkv7_rule, recurrent_rwkv7_rule, "fla.ops.rwkv7", fla_rwkv7_rule, fla_rwkv7_step, has_step=False
+    chunked_rwkv7_rule,
+    recurrent_rwkv7_rule,
+    "fla.ops.rwkv7",
+    fla_rwkv7_rule,
+    fla_rwkv7_step,
+    triton=_triton_rwkv7_rule,
+    triton_step=_triton_rwkv7_rule,
+    has_tried_step=False,
+    triton_lacks=_positions_lack,
 )
 
 
@@ -90,22 +152,9 @@ class Rules(NamedTuple):
         kernels.note(f"{name}: sequences by {self.whole_by}, steps of decoding by {self.step_by}")
 
 
-class RuleSizes(NamedTuple):
-    """What a rule is used for."""
-
-    device: str
-    dtype: torch.dtype
-    key_dim: int
-    value_dim: int
-
-    @classmethod
-    def of(cls, ctx: ParallelContext, key_dim: int, value_dim: int) -> RuleSizes:
-        return cls(ctx.device.type, ctx.params_dtype, key_dim, value_dim)
-
-
-def build_rules(recurrence: Recurrence, backend: str, chunk_size: int, sizes: RuleSizes | None = None) -> Rules:
+def build_rules(recurrence: Recurrence, backend: str, chunk_size: int, sizes: RuleSizes) -> Rules:
     """backend: "torch", "fla", "triton", or "auto", which takes fla on a GPU where it is installed, and else torch with
-    mt's kernel for the steps of decoding.
+    mt's kernel for the steps of decoding where that has run on a GPU.
 
     Raises ConfigError for "fla" where it is not installed, and for "triton" where mt's kernels do not serve.
     """
@@ -113,13 +162,8 @@ def build_rules(recurrence: Recurrence, backend: str, chunk_size: int, sizes: Ru
     if backend == "torch":
         return plain
     if backend == "triton":
-        if recurrence.triton is None or sizes is None:
-            raise ConfigError(
-                'model.linear_attention_backend="triton": mt has no kernels of this recurrence for training; '
-                'use "auto" or "torch"'
-            )
-        _require_triton(sizes, chunk_size)
-        step = _without_gradients(_triton_step, plain.step)
+        _require_triton(recurrence, sizes, chunk_size)
+        step = _without_gradients(recurrence.triton_step, plain.step)
         whole = partial(recurrence.triton, chunk_size=chunk_size)
         # A plan has the model on the meta device, where it counts what torch computes.
         return Rules(plain.whole if sizes.device == "meta" else whole, step, "triton", "triton")
@@ -131,40 +175,19 @@ def build_rules(recurrence: Recurrence, backend: str, chunk_size: int, sizes: Ru
             'model.linear_attention_backend="fla" needs the package flash-linear-attention and a GPU; use "torch" or '
             '"auto"'
         )
-    if recurrence.has_step and has_triton():
-        return plain._replace(step=_without_gradients(_triton_step, plain.step), step_by="triton")
+    if recurrence.has_tried_step and has_triton():
+        return plain._replace(step=_without_gradients(recurrence.triton_step, plain.step), step_by="triton")
     return plain
 
 
-def _require_triton(sizes: RuleSizes, chunk_size: int) -> None:
+def _require_triton(recurrence: Recurrence, sizes: RuleSizes, chunk_size: int) -> None:
     """Raise ConfigError where mt's kernels of whole sequences do not serve."""
-    if reason := _triton_lacks(sizes, chunk_size):
+    if reason := training_kernels_lack(sizes.device, sizes.dtype) or recurrence.triton_lacks(sizes, chunk_size):
         dtype = str(sizes.dtype).removeprefix("torch.")
         use = f"{sizes.device}, {dtype}, keys of {sizes.key_dim} channels, chunks of {chunk_size} positions"
         raise ConfigError(
             f'model.linear_attention_backend="triton" cannot serve ({use}): {reason}, or use "auto" or "torch"'
         )
-
-
-def _triton_lacks(sizes: RuleSizes, chunk_size: int) -> str | None:
-    """What the kernels need and what to change."""
-    if reason := training_kernels_lack(sizes.device, sizes.dtype):
-        return reason
-    from mt_models.blocks.triton_kernels.chunk_launches import CHUNK_SIZES, WIDEST_KEY
-
-    if sizes.key_dim > WIDEST_KEY:
-        return f"a key has at most {WIDEST_KEY} channels; change model.linear_key_head_dim"
-    if chunk_size not in CHUNK_SIZES:
-        return f"a chunk has {' or '.join(map(str, CHUNK_SIZES))} positions; change model.linear_chunk_size"
-    return None
-
-
-def _triton_step(
-    inputs: DeltaInputs, *, state: Tensor | None = None, segment_ids: Tensor | None = None
-) -> tuple[Tensor, Tensor]:
-    from mt_models.blocks.triton_kernels.delta_step import triton_delta_step
-
-    return triton_delta_step(inputs, state=state, segment_ids=segment_ids)
 
 
 def _on_gpu(kernel: Rule, plain: Rule) -> Rule:

@@ -48,9 +48,10 @@ class Rwkv7Config(ModelConfig):
     """Matrices that add to the residual stream start with init_method_std / sqrt(2 num_layers)."""
     chunk_size: Annotated[int, Field(ge=1, le=64)] = 32
     """Positions that training computes together. Changes speed, memory and rounding, not the result."""
-    linear_attention_backend: Literal["auto", "torch", "fla"] = "auto"
-    """What computes the recurrence: torch, the kernels of flash-linear-attention (fla), or auto, which is fla on a GPU
-    where it is installed."""
+    linear_attention_backend: Literal["auto", "torch", "fla", "triton"] = "auto"
+    """What computes the recurrence: torch, the kernels of flash-linear-attention (fla), mt's Triton kernels, or auto,
+    which is fla on a GPU where it is installed, and else torch. triton takes parameters in bf16 and heads of at most
+    128 channels, and has no chunks."""
 
     @property
     def num_heads(self) -> int:

@@ -20,7 +20,7 @@ from mt_core.nn.layout import Init, LayoutModule, ParameterLayout, Split, normal
 from mt_core.nn.linear import SEQUENCE_DIM, ColumnParallelLinear, RowParallelLinear
 from mt_core.parallel.collectives import gather_copies
 from mt_core.parallel.context import ParallelContext
-from mt_models.blocks.delta_backends import RWKV7, build_rules
+from mt_models.blocks.delta_backends import RWKV7, RuleSizes, build_rules
 from mt_models.blocks.linear import ReplicatedLinear
 from mt_models.blocks.rwkv7_rule import LOWEST_DECAY, Rwkv7Inputs, recurrent_rwkv7_rule
 from mt_models.blocks.token_shift import TokenShift
@@ -90,10 +90,12 @@ class HeadGroupNorm(LayoutModule):
 class Rwkv7Scan(nn.Module):
     """The recurrence over whole sequences, or from a cached state."""
 
-    def __init__(self, heads: int, size: int, chunk_size: int, backend: str) -> None:
+    def __init__(self, config: Rwkv7Config, ctx: ParallelContext) -> None:
         super().__init__()
-        self.state_shape = (heads, size, size)
-        self.rules = build_rules(RWKV7, backend, chunk_size)
+        size = config.head_size
+        self.state_shape = (config.num_heads // ctx.tp.size, size, size)
+        sizes = RuleSizes.of(ctx, size, size)
+        self.rules = build_rules(RWKV7, config.linear_attention_backend, config.chunk_size, sizes)
         self.rule, self.step = self.rules.whole, self.rules.step
 
     def use_kernels(self, kernels: Kernels) -> None:
@@ -150,9 +152,7 @@ class TimeMixing(LayoutModule):
         self.value_mix: LowRank | None = None
         if number:
             self.value_mix = LowRank(config, config.value_lora_rank, inner, None, initial_value_mix)
-        self.scan = Rwkv7Scan(
-            config.num_heads // ctx.tp.size, self.size, config.chunk_size, config.linear_attention_backend
-        )
+        self.scan = Rwkv7Scan(config, ctx)
         self.out_norm = HeadGroupNorm(hidden, self.size * config.norm_epsilon, ctx)
         self.linear_proj = RowParallelLinear(hidden, hidden, ctx, bias=False, init=normal(config.output_init_std))
 
