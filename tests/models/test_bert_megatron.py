@@ -105,7 +105,7 @@ def test_the_next_three_steps_with_a_new_optimizer_are_megatrons(host) -> None:
     with torch.no_grad():
         for name, parameter in trainer.model.named_parameters():
             parameter.copy_(reader.read(f"model.{name}"))
-    trainer.state.iteration, trainer.state.consumed_samples = 3, 12
+    trainer.state.restore({"iteration": 3, "consumed_samples": 12, "skipped_iterations": 0})
 
     ids = torch.from_numpy(archive["tokens"].astype(np.int64))
     types = torch.from_numpy(archive["tokentype_ids"].astype(np.int64))

@@ -8,7 +8,7 @@ from tests.models.mamba_reference import build, configure
 from torch.utils.flop_counter import FlopCounterMode
 
 from mt_core.errors import ConfigError
-from mt_models.blocks import mamba_scan
+from mt_models.blocks import convolutions
 from mt_models.hybrid import config as hybrid_flops
 from mt_models.mamba import config as mamba_flops
 
@@ -28,7 +28,7 @@ LENGTHS = (5, 16, 21)
 @pytest.fixture(autouse=True)
 def convolutions_of_torch(monkeypatch: pytest.MonkeyPatch) -> None:
     """torch counts its convolutions and not the sums in their place on a CPU."""
-    monkeypatch.setattr(mamba_scan, "can_shift", lambda x, weight: False)
+    monkeypatch.setattr(convolutions, "can_shift", lambda x, weight: False)
 
 
 def count(model: torch.nn.Module, length: int) -> tuple[float, dict[str, float]]:

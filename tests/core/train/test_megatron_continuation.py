@@ -79,8 +79,7 @@ def take_up(trainer: Trainer, reader: CheckpointReader, with_optimizer: bool) ->
             if with_optimizer:
                 states = ("step", "exp_avg", "exp_avg_sq")
                 trainer.engine.optimizer.state[parameter] = {s: reader.read(f"optimizer.{s}.{name}") for s in states}
-    trainer.state.iteration = reader.metadata["iteration"]
-    trainer.state.consumed_samples = reader.metadata["consumed_samples"]
+    trainer.state.restore(reader.metadata)
 
 
 @pytest.mark.slow

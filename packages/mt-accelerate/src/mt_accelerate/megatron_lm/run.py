@@ -11,6 +11,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils.data import DataLoader
 
+from mt_accelerate.even_batches import evenly
 from mt_accelerate.megatron_lm.configuration import data_parallel_size
 from mt_accelerate.megatron_lm.data_loaders import (
     DataParallelLoader,
@@ -33,7 +34,6 @@ from mt_accelerate.megatron_lm.schedulers import (
 from mt_accelerate.megatron_lm_plugin import MegatronLMPlugin
 from mt_accelerate.operations import RANKS, data_parallel_ranks, on_first_rank
 from mt_accelerate.state import AcceleratorState, GradientState
-from mt_accelerate.without_plugin.loaders import evenly
 from mt_ckpt.convert.engine import convert
 from mt_ckpt.files.sizes import parse_bytes
 from mt_core.checkpoint_specs import ConvertOptions

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
-from contextlib import contextmanager
+from collections.abc import Iterator
 from typing import Any
 
 import torch
@@ -242,20 +241,6 @@ class PreparedLoader:
         if self.device is None:
             return batch
         return send_to_device(batch, self.device, non_blocking=self.config.non_blocking)
-
-
-@contextmanager
-def evenly(samplers: Iterable[Any], even_batches: bool | None) -> Iterator[None]:
-    """Batch samplers fill up their last batches or not; None: as they are."""
-    changed = [] if even_batches is None else [one for one in samplers if hasattr(one, "even_batches")]
-    before = [sampler.even_batches for sampler in changed]
-    for sampler in changed:
-        sampler.even_batches = even_batches
-    try:
-        yield
-    finally:
-        for sampler, value in zip(changed, before, strict=True):
-            sampler.even_batches = value
 
 
 class SeededOrder(RandomSampler):

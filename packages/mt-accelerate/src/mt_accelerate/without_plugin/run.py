@@ -15,12 +15,13 @@ from torch.optim import Optimizer
 from torch.utils.data import DataLoader
 
 from mt_accelerate import checkpointing
+from mt_accelerate.even_batches import evenly
 from mt_accelerate.handlers import DataLoaderConfiguration, Handlers
 from mt_accelerate.megatron_lm.schedulers import MegatronLMDummyScheduler
 from mt_accelerate.operations import data_parallel_ranks, on_first_rank
 from mt_accelerate.state import AcceleratorState, GradientState
 from mt_accelerate.without_plugin import models
-from mt_accelerate.without_plugin.loaders import PreparedLoader, evenly, rows_without_repetitions
+from mt_accelerate.without_plugin.loaders import PreparedLoader, rows_without_repetitions
 from mt_accelerate.without_plugin.optimizers import PreparedOptimizer, PreparedScheduler
 from mt_ckpt.files.sizes import parse_bytes
 from mt_core.errors import ConfigError
