@@ -184,7 +184,7 @@ class Gemma4VLConfig(DynamicResolutionConfig):
     """The id that stands for an image in the text, once for each of its pooled squares of patches."""
     video_token_index: NonNegativeInt = 258884
     """The id that stands for a video, which the model does not take: it is embedded as the token of padding,
-    model.language_model.per_layer_image_token. So is audio_token_index without an audio tower."""
+    per_layer_image_token of the language model. So is audio_token_index without an audio tower."""
     audio_model: Annotated[Gemma4AudioConfig | None, BeforeValidator(audio_section)] = None
     """A table with the keys of the audio tower, which E2B and E4B have. Default: the model takes no sound."""
     audio_token_index: NonNegativeInt = 258881
