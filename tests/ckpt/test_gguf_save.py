@@ -36,7 +36,6 @@ from mt_core.parallel.context import ParallelContext
 from mt_core.plugins import PluginHost
 from mt_core.train.checkpoint.state import load_parameters
 from mt_models.bert.hugging_face import CONFIG_MAPS
-from mt_models.gpt_oss.gguf import GGUF as GPT_OSS
 
 FALCON_H1, BERT = FAMILIES["falcon_h1"], CONFIG_MAPS["bert"]
 WIDE = {**LLAMA, "hidden_size": 256, "ffn_hidden_size": 512, "vocab_size": 96}
@@ -77,16 +76,14 @@ def test_options_are_refused(make_model, host, tmp_path: Path) -> None:
     assert not (tmp_path / "x").exists()
 
 
-@pytest.mark.parametrize("truncate", [True, None])
-def test_a_rounded_range_of_yarn_is_refused_for_gpt_oss(truncate: bool | None) -> None:
-    """No key of the format says it, and the way back would be another model. transformers' default is True."""
-    architecture = GPT_OSS.architectures[0]
-    scaling = {"rope_type": "yarn", "factor": 8.0, "original_max_position_embeddings": 512}
-    external = {"num_hidden_layers": 2, "layer_types": ["sliding_attention", "full_attention"]}
-    with pytest.raises(ConfigError, match=r"rope_scaling.truncate=True cannot be written .* it can be False"):
-        architecture.write(
-            {**external, "rope_scaling": scaling if truncate is None else {**scaling, "truncate": truncate}}
-        )
+@pytest.mark.parametrize("truncate", [True, False])
+def test_a_rounded_range_of_yarn_comes_back(make_model, host, tmp_path: Path, truncate: bool) -> None:
+    """GPT-OSS: llama.cpp has no key for it, and published files are not rounded. mt has one of its own."""
+    source = make_model(**{**IN_LLAMA_CPP["gpt-oss"], "rope_truncate": truncate})
+    convert(source, tmp_path / "gguf", saver="gguf", host=host)
+    convert(tmp_path / "gguf", tmp_path / "back", saver="mt", host=host)
+    stored = open_checkpoint(tmp_path / "back").metadata["config"]["model"]
+    assert stored["rope_truncate"] is truncate
 
 
 @pytest.mark.slow

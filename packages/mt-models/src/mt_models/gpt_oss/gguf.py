@@ -23,6 +23,8 @@ from mt_models.blocks.moe import MoEOptions
 from mt_models.gguf import External, GGUFArchitecture, GGUFFamily, Key, Metadata, require
 from mt_models.gpt_oss.config import GptOssConfig
 
+TRUNCATE = "rope.scaling.yarn_truncate"
+"""Whether the range of YaRN is rounded, as llama.cpp rounds it: a key of mt's, which other programs leave unread."""
 NORMS = {"input_layernorm": "attn_norm", "pre_mlp_layernorm": "post_attention_norm"}
 
 
@@ -45,17 +47,18 @@ def read(metadata: Metadata) -> dict[str, Any]:
     shape = read_shape(metadata)
     scaling = shape.pop("rope_scaling") or {"rope_type": "default"}
     if scaling["rope_type"] == "yarn":
-        scaling["truncate"] = False
+        # Files of published models, whose range is not rounded, do not say it.
+        scaling["truncate"] = bool(metadata.get(TRUNCATE, bool))
     return {**shape, "rope_scaling": scaling, "layer_types": _layer_types(metadata.need("block_count", int))}
 
 
 def write(external: External) -> dict[str, Any]:
     require(external, "layer_types", (_layer_types(external["num_hidden_layers"]),), "gpt-oss")
+    values = {**write_shape(external), "expert_feed_forward_length": external["intermediate_size"]}
     scaling = external.get("rope_scaling") or {}
-    if scaling.get("rope_type") == "yarn":
-        # No key of the format says it: files of published models, whose range is not rounded, are read so.
-        require({"rope_scaling.truncate": scaling.get("truncate", True)}, "rope_scaling.truncate", (False,), "gpt-oss")
-    return {**write_shape(external), "expert_feed_forward_length": external["intermediate_size"]}
+    if scaling.get("rope_type") == "yarn" and scaling.get("truncate", True):
+        values[TRUNCATE] = True
+    return values
 
 
 GPT_OSS = GGUFArchitecture(
