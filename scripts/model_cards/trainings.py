@@ -33,7 +33,7 @@ EXAMPLES: dict[str, tuple[str, tuple[str, ...]]] = {
     },
     "modernbert": ("bert", ("data.bert_binary_head=false", "model.local_attention=32")),
     "bart": ("t5", ("model.activation=gelu", "model.max_position_embeddings=128")),
-    # Texts of one micro-batch are told apart, and those of other data-parallel ranks.
+    # The loss contrasts the texts of one micro-batch with one another and with those of other data-parallel ranks.
     "biencoder": ("ict", ("train.micro_batch_size=4", "train.global_batch_size=8")),
 }
 """Family -> a file in examples/, and what it changes there."""

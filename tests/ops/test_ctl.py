@@ -250,10 +250,15 @@ def test_a_run_that_ends_while_it_is_asked(mt: Callable[..., Any], tmp_path: Pat
     (tmp_path / "config.json").write_text("{}")
     events = tmp_path / "events.jsonl"
     events.write_text(json.dumps(event("start", 0)) + "\n")
-    end = threading.Timer(
-        0.3, lambda: events.write_text(events.read_text() + json.dumps(event("end", 9, reason=None)) + "\n")
-    )
-    end.start()
+
+    def end_when_asked() -> None:
+        latest = time.monotonic() + 30
+        while not list((tmp_path / CONTROL_FOLDER).glob("*")) and time.monotonic() < latest:
+            time.sleep(0.01)
+        with events.open("a") as file:
+            file.write(json.dumps(event("end", 9, reason=None)) + "\n")
+
+    threading.Thread(target=end_when_asked).start()
     told = mt("ctl", str(tmp_path), "save", "--timeout", "60")
     assert (told.code, "has ended at step 9" in told.err) == (1, True)
     assert list((tmp_path / CONTROL_FOLDER).iterdir()) == []

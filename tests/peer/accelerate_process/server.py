@@ -51,8 +51,8 @@ def lines(count: int) -> dict[str, list[Any]]:
 KINDS: dict[str, tuple[Any, ...]] = {"mrpc": (pairs,), "evaluated": (pairs, 128), "lines": (lines,)}
 
 
-def stand_in(rows: Any, evaluated: int = 18) -> Any:
-    """In place of `datasets.load_dataset`. evaluated: rows of the validation."""
+def loader_of(rows: Any, evaluated: int = 18) -> Any:
+    """A function in place of `datasets.load_dataset`, which gives these rows. evaluated: rows of the validation."""
     from datasets import Dataset, DatasetDict, load_dataset
 
     def load(*names: str, split: str | None = None, **options: Any) -> Any:
@@ -118,7 +118,7 @@ def run_script(job: dict[str, Any]) -> dict[str, list[float]]:
     if job["library"] and job["package"] != "accelerate":
         sys.meta_path.insert(0, Renamed(job["package"]))
     found: dict[str, list[float]] = {"losses": [], "metrics": []}
-    datasets.load_dataset = stand_in(*KINDS[job["text"]])
+    datasets.load_dataset = loader_of(*KINDS[job["text"]])
     evaluate.load = lambda *names, **options: Accuracy(found["metrics"])
     text = Path(job["script"]).read_text(encoding="utf-8")
     # The one change: the package's name, where it is imported.

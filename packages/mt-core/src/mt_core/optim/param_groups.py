@@ -109,13 +109,13 @@ class GroupSchedules:
     decoupled_lr: BySamples | None = None
     weight_decay: BySamples | None = None
 
-    def prepare(self, groups: Iterable[ParamGroup], consumed_samples: int) -> None:
+    def prepare(self, groups: Iterable[ParamGroup], samples: int) -> None:
         """Set the values of each group for the next step."""
         for group in groups:
             if self.decoupled_lr is not None and group.get("is_decoupled_lr"):
-                group["decoupled_lr"] = self.decoupled_lr(consumed_samples)
+                group["decoupled_lr"] = self.decoupled_lr(samples)
             if self.weight_decay is not None:
-                group["weight_decay"] = self.weight_decay(consumed_samples) * group["wd_mult"]
+                group["weight_decay"] = self.weight_decay(samples) * group["wd_mult"]
 
 
 def weight_decay_schedule(config: OptimizerConfig, total_samples: int) -> BySamples | None:
@@ -128,7 +128,7 @@ def weight_decay_schedule(config: OptimizerConfig, total_samples: int) -> BySamp
     assert end is not None
     rise = _RISES[config.weight_decay_incr_style]
 
-    def weight_decay(consumed_samples: int) -> float:
-        return start + (end - start) * rise(min(consumed_samples / total_samples, 1.0))
+    def weight_decay(samples: int) -> float:
+        return start + (end - start) * rise(min(samples / total_samples, 1.0))
 
     return weight_decay

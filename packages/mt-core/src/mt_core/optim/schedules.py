@@ -40,14 +40,14 @@ class LRSchedule:
     ends: bool = True
     """Whether the learning rate is min_lr after the decay; False for a constant one."""
 
-    def __call__(self, consumed_samples: int) -> float:
+    def __call__(self, samples: int) -> float:
         """The learning rate of the step that starts after so many samples of steps that changed the weights."""
         # At exactly `warmup` samples the decays give max_lr too.
-        if self.span.warmup and consumed_samples <= self.span.warmup:
-            return self.init_lr + (self.max_lr - self.init_lr) * consumed_samples / self.span.warmup
-        if self.ends and consumed_samples > self.span.decay:
+        if self.span.warmup and samples <= self.span.warmup:
+            return self.init_lr + (self.max_lr - self.init_lr) * samples / self.span.warmup
+        if self.ends and samples > self.span.decay:
             return self.min_lr
-        return self.decay(consumed_samples, self.span, self.max_lr, self.min_lr)
+        return self.decay(samples, self.span, self.max_lr, self.min_lr)
 
 
 def constant(consumed: int, span: Span, max_lr: float, min_lr: float) -> float:

@@ -13,7 +13,6 @@ from mt_models.blocks.gguf_decoder import (
     OURS,
     PRE_NORMS,
     SIGMOID,
-    THEIRS,
     decoder_map,
     experts,
     feed_forward,
@@ -22,8 +21,9 @@ from mt_models.blocks.gguf_decoder import (
     require_scaling,
     write_rope,
 )
+from mt_models.blocks.gguf_kimi_delta_net import DECAY, kimi_delta_net
 from mt_models.blocks.hugging_face_decoder import FULL
-from mt_models.blocks.hugging_face_delta_net import LINEAR, Blocks
+from mt_models.blocks.hugging_face_delta_net import LINEAR
 from mt_models.blocks.hugging_face_moe import BIAS_KEY, renamed
 from mt_models.blocks.moe import MoEOptions
 from mt_models.deepseek.gguf import latent_attention
@@ -34,13 +34,7 @@ NAME = "bailingmoe3"
 
 # -- tensors -----------------------------------------------------------------------------------------
 
-DELTA = {
-    "forget_proj.weight": "ssm_f_a.weight",
-    "gate_proj.weight": "ssm_g_a.weight",
-    "dt_bias": "ssm_dt.bias",
-    "out_norm.weight": "ssm_norm.weight",
-    "out_proj.weight": "attn_output.weight",
-}
+DELTA_GATES = {"forget_proj.weight": "ssm_f_a.weight", "gate_proj.weight": "ssm_g_a.weight"}
 PREDICTION = {
     "enorm": "nextn.enorm",
     "hnorm": "nextn.hnorm",
@@ -63,16 +57,7 @@ def _layer(config: BailingHybridConfig, number: int) -> list[Rule]:
 
 
 def _delta_net(config: BailingHybridConfig) -> list[Rule]:
-    ours, width, heads = f"{OURS}self_attention.", config.linear_key_size, config.linear_num_key_heads
-    projections = tuple(f"{THEIRS}{name}.weight" for name in ("attn_q", "attn_k", "attn_v", "ssm_beta"))
-    convolutions = tuple(f"{THEIRS}ssm_conv1d_{name}.weight" for name in "qkv")
-    return [
-        Blocks(f"{ours}in_proj.weight", projections, sizes=(width, width, width, heads)),
-        # [channels, 1, kernel] here and there.
-        Blocks(f"{ours}conv1d.weight", convolutions, sizes=(width, width, width)),
-        Exponential(f"{ours}A_log", f"{THEIRS}ssm_a"),
-        *(Same(ours + canonical, THEIRS + external) for canonical, external in DELTA.items()),
-    ]
+    return kimi_delta_net(config, Exponential(*DECAY), DELTA_GATES)
 
 
 def _attention(config: BailingHybridConfig) -> list[Rule]:

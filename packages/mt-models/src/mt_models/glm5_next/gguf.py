@@ -17,7 +17,8 @@ from mt_models.blocks.gguf_decoder import (
     feed_forward,
     norms,
 )
-from mt_models.blocks.hugging_face_delta_net import LINEAR, Blocks
+from mt_models.blocks.gguf_kimi_delta_net import DECAY, LOW_RANK, kimi_delta_net
+from mt_models.blocks.hugging_face_delta_net import LINEAR
 from mt_models.blocks.hugging_face_moe import BIAS_KEY, renamed
 from mt_models.blocks.moe import MoEOptions
 from mt_models.deepseek.gguf import latent_attention
@@ -30,15 +31,6 @@ NAME = "glm5-next"
 
 # -- tensors -----------------------------------------------------------------------------------------
 
-DELTA = {
-    "forget_down_proj.weight": "ssm_f_a.weight",
-    "forget_up_proj.weight": "ssm_f_b.weight",
-    "gate_down_proj.weight": "ssm_g_a.weight",
-    "gate_up_proj.weight": "ssm_g_b.weight",
-    "dt_bias": "ssm_dt.bias",
-    "out_norm.weight": "ssm_norm.weight",
-    "out_proj.weight": "attn_output.weight",
-}
 INDEXER = {
     "linear_wq_b.weight": "indexer.attn_q_b.weight",
     "linear_wk.weight": "indexer.attn_k.weight",
@@ -81,16 +73,7 @@ def _connections() -> list[Rule]:
 
 
 def _delta_net(config: Glm5NextConfig) -> list[Rule]:
-    ours, width, heads = f"{OURS}self_attention.", config.linear_key_size, config.linear_num_key_heads
-    projections = tuple(f"{THEIRS}{name}.weight" for name in ("attn_q", "attn_k", "attn_v", "ssm_beta"))
-    convolutions = tuple(f"{THEIRS}ssm_conv1d_{name}.weight" for name in "qkv")
-    return [
-        Blocks(f"{ours}in_proj.weight", projections, sizes=(width, width, width, heads)),
-        # [channels, 1, kernel] here and there.
-        Blocks(f"{ours}conv1d.weight", convolutions, sizes=(width, width, width)),
-        NegativeExponential(f"{ours}A_log", f"{THEIRS}ssm_a", there=()),
-        *(Same(ours + canonical, THEIRS + external) for canonical, external in DELTA.items()),
-    ]
+    return kimi_delta_net(config, NegativeExponential(*DECAY, there=()), LOW_RANK)
 
 
 def _sparse_attention(config: Glm5NextConfig) -> list[Rule]:

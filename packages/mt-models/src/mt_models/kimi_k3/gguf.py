@@ -22,7 +22,7 @@ from mt_models.blocks.gguf_decoder import (
     feed_forward,
     norms,
 )
-from mt_models.blocks.hugging_face_delta_net import Blocks
+from mt_models.blocks.gguf_kimi_delta_net import DECAY, kimi_delta_net
 from mt_models.blocks.hugging_face_moe import BIAS_KEY
 from mt_models.blocks.moe import MoEOptions
 from mt_models.deepseek.gguf import latent_attention
@@ -47,13 +47,10 @@ class NormTimesQuery(Rule):
 
 # -- tensors -----------------------------------------------------------------------------------------
 
-DELTA = {
+DELTA_GATES = {
     "forget_down_proj.weight": "ssm_f_a.weight",
     "forget_up_proj.weight": "ssm_f_b.weight",
     "gate_proj.weight": "ssm_g.weight",
-    "dt_bias": "ssm_dt.bias",
-    "out_norm.weight": "ssm_norm.weight",
-    "out_proj.weight": "attn_output.weight",
 }
 LATENTS = {
     "mlp.fc1_latent_proj": "ffn_routed_down",
@@ -84,16 +81,7 @@ def _residuals() -> list[Rule]:
 
 
 def _delta_net(config: KimiK3Config) -> list[Rule]:
-    ours, width, heads = f"{OURS}self_attention.", config.linear_key_size, config.linear_num_key_heads
-    projections = tuple(f"{THEIRS}{name}.weight" for name in ("attn_q", "attn_k", "attn_v", "ssm_beta"))
-    convolutions = tuple(f"{THEIRS}ssm_conv1d_{name}.weight" for name in "qkv")
-    return [
-        Blocks(f"{ours}in_proj.weight", projections, sizes=(width, width, width, heads)),
-        # [channels, 1, kernel] here and there.
-        Blocks(f"{ours}conv1d.weight", convolutions, sizes=(width, width, width)),
-        NegativeExponential(f"{ours}A_log", f"{THEIRS}ssm_a", there=()),
-        *(Same(ours + canonical, THEIRS + external) for canonical, external in DELTA.items()),
-    ]
+    return kimi_delta_net(config, NegativeExponential(*DECAY, there=()), DELTA_GATES)
 
 
 def _attention(config: KimiK3Config) -> list[Rule]:

@@ -4,20 +4,19 @@ from __future__ import annotations
 
 from typing import Any
 
-from mt_core.name_map import NameMap, Rule, Same
+from mt_core.name_map import NameMap, Rule
 from mt_models.blocks.gguf_decoder import (
     DENSE,
-    OURS,
     PRE_NORMS,
     SIGMOID,
-    THEIRS,
     decoder_map,
     experts,
     feed_forward,
     norms,
 )
+from mt_models.blocks.gguf_kimi_delta_net import DECAY, LOW_RANK, kimi_delta_net
 from mt_models.blocks.hugging_face_decoder import FULL
-from mt_models.blocks.hugging_face_delta_net import LINEAR, Blocks
+from mt_models.blocks.hugging_face_delta_net import LINEAR
 from mt_models.blocks.hugging_face_moe import BIAS_KEY
 from mt_models.blocks.moe import MoEOptions
 from mt_models.deepseek.gguf import latent_attention
@@ -26,38 +25,16 @@ from mt_models.kimi_linear.config import KimiLinearConfig
 
 GROUPS = "attention.head_count_kv"
 """1 for layers with latents, 0 for those with a delta rule."""
-DELTA = {
-    "forget_down_proj.weight": "ssm_f_a.weight",
-    "forget_up_proj.weight": "ssm_f_b.weight",
-    "gate_down_proj.weight": "ssm_g_a.weight",
-    "gate_up_proj.weight": "ssm_g_b.weight",
-    "dt_bias": "ssm_dt.bias",
-    "out_norm.weight": "ssm_norm.weight",
-    "out_proj.weight": "attn_output.weight",
-}
 
 
 def name_map(config: KimiLinearConfig) -> NameMap:
     rules: list[Rule] = []
     for number, linear in enumerate(config.linear_layers):
         sparse = config.moe is not None and MoEOptions(config).layers[number]
-        block = delta_net(config) if linear else latent_attention(config)
+        block = kimi_delta_net(config, NegativeExponential(*DECAY), LOW_RANK) if linear else latent_attention(config)
         second = experts(MoEOptions(config)) if sparse else feed_forward()
         rules += [rule.for_layer(number) for rule in (*norms(PRE_NORMS), *block, *second)]
     return decoder_map(config, rules)
-
-
-def delta_net(config: KimiLinearConfig) -> list[Rule]:
-    ours, width, heads = f"{OURS}self_attention.", config.linear_key_size, config.linear_num_key_heads
-    projections = tuple(f"{THEIRS}{name}.weight" for name in ("attn_q", "attn_k", "attn_v", "ssm_beta"))
-    convolutions = tuple(f"{THEIRS}ssm_conv1d_{name}.weight" for name in "qkv")
-    return [
-        Blocks(f"{ours}in_proj.weight", projections, sizes=(width, width, width, heads)),
-        # [channels, 1, kernel] here and there.
-        Blocks(f"{ours}conv1d.weight", convolutions, sizes=(width, width, width)),
-        NegativeExponential(f"{ours}A_log", f"{THEIRS}ssm_a"),
-        *(Same(ours + canonical, THEIRS + external) for canonical, external in DELTA.items()),
-    ]
 
 
 # -- configuration -----------------------------------------------------------------------------------
