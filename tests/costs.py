@@ -6,6 +6,7 @@ the most expensive folders and tests; `-o costs=FILE` writes a line of JSON for 
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import resource
@@ -101,15 +102,21 @@ def cpu_seconds() -> float:
 
 
 def _descendants(pid: int) -> Iterator[int]:
-    """Linux lists children with the thread that started them."""
-    for listed in Path(f"/proc/{pid}/task").glob("*/children"):
-        try:
-            children = [int(child) for child in listed.read_text().split()]
-        except OSError:  # the thread has ended
-            continue
-        for child in children:
-            yield child
-            yield from _descendants(child)
+    for child in _children(pid):
+        yield child
+        yield from _descendants(child)
+
+
+def _children(pid: int) -> list[int]:
+    """Linux lists children with the thread that started them; a thread or process that ends meanwhile has none."""
+    children: list[int] = []
+    try:
+        for listed in Path(f"/proc/{pid}/task").glob("*/children"):
+            with contextlib.suppress(OSError):
+                children += map(int, listed.read_text().split())
+    except OSError:  # pathlib lists the folder of threads, which goes with the process
+        pass
+    return children
 
 
 def _seconds_of(pid: int) -> float:
