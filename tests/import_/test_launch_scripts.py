@@ -61,7 +61,7 @@ CASES: Mapping[str, Script] = {
             "optimizer.weight_decay": 0.1,
             "train.sample_prompt": "",
             "logging.trackers": ["tensorboard"],
-            "logging.tensorboard_dir": "tb",
+            "tensorboard.dir": "tb",
         },
         world=1024,
         launch="--nproc 8 --nnodes 128 --node-rank RANK --master-addr node0 --master-port 6000",
@@ -95,7 +95,7 @@ CASES: Mapping[str, Script] = {
             "lr_schedule.lr_warmup_iters": 2000,
             "precision.accumulate_allreduce_grads_in_fp32": None,  # bf16 has it, as here
             "logging.trackers": ["wandb"],
-            "logging.wandb_project": "llama",
+            "wandb.project": "llama",
         },
         world=32,
         launch="--nproc 8 --nnodes 4 --node-rank RANK --master-addr ADDRESS --master-port PORT",

@@ -39,8 +39,8 @@ def found(run_dir: Path) -> dict[str, Any]:
     folder = run_dir.parent
     uri = f"sqlite:///{folder / 'mlflow.db'}"
     settings = {"TRACKIO_DIR": str(folder / "trackio"), "COMET_OFFLINE_DIRECTORY": str(folder / "comet")}
-    options = [f"logging.trackers={json.dumps(TRACKERS)}", f"logging.mlflow_tracking_uri={uri}"]
-    ask("train.py", str(run_dir), *options, "logging.mlflow_experiment=small", **settings)
+    options = [f"logging.trackers={json.dumps(TRACKERS)}", f"mlflow.tracking_uri={uri}"]
+    ask("train.py", str(run_dir), *options, "mlflow.experiment=small", **settings)
     last = ask("read.py", str(run_dir), uri, str(folder / "comet"), **settings).splitlines()[-1]
     return json.loads(last)
 

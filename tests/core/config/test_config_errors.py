@@ -14,7 +14,7 @@ from mt_core.errors import ConfigError, MtError, PluginError
 from mt_core.hookspecs import hookimpl
 from mt_core.kinds import Lazy
 from mt_core.plugins import Plugin, PluginHost
-from mt_core.specs import ModelSpec
+from mt_core.specs import SECTIONS, ModelSpec
 
 
 def refusal(host: PluginHost, *overrides: str, preset: str | None = "gpt-tiny", path: Path | None = None) -> str:
@@ -34,6 +34,7 @@ def refusal(host: PluginHost, *overrides: str, preset: str | None = "gpt-tiny", 
         ("model.num_layer=1", 'unknown key model.num_layer (from --set) (did you mean "num_layers"?)'),
         ("inference.cache_memry_gb=1", '(from --set) (did you mean "cache_memory_gb"?)'),  # of mt-infer
         ("eval.perplexty=true", 'unknown key eval.perplexty (from --set) (did you mean "perplexity"?)'),  # of mt-eval
+        ("logging.wandb_project=x", "(from --set); it is a key of [wandb]: write wandb.project"),  # of mt-ops
         ("data.titles_data_path=x", "data.titles_data_path (from --set); it is a key where data.dataset_type is ict"),
         ("optimizer.lion_beta1=0.9", "(from --set); it is a key where optimizer.optimizer is lion or muon"),
         ("train.seed=many", "train.seed (from --set): got 'many', expected an integer"),
@@ -261,6 +262,13 @@ def test_a_preset_of_two_families_is_a_conflict() -> None:
 def test_the_sizes_of_a_message_pass_all_its_rules() -> None:
     with pytest.raises(ConfigError, match="size=8 does not divide a=12; it can be 1, 2 or 4"):
         must_divide_all("size", 8, {"a": 12, "b": 8})
+
+
+def test_each_section_of_a_distribution_is_known_by_the_name_of_that_one(host: PluginHost) -> None:
+    """A missing one is named with what to install."""
+    # A distribution has one package: mt_ops of mt-ops.
+    homes = {spec.name: spec.config_type.reference.partition(".")[0].replace("_", "-") for spec in host[SECTIONS]}
+    assert homes == SECTIONS.homes
 
 
 def test_every_key_has_a_help_text(host: PluginHost) -> None:

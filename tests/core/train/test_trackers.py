@@ -207,8 +207,8 @@ def test_a_missing_package_is_named_before_anything_is_built(tiny, monkeypatch, 
     ("options", "words"),
     [
         (['logging.trackers=["tensorbord"]'], "tensorboard"),
-        (["logging.wandb_project=x"], "it only counts when logging.trackers has wandb"),
-        (['logging.trackers=["tensorboard"]', "logging.mlflow_experiment=x"], "logging.trackers has mlflow"),
+        (["wandb.project=x"], "it only counts when logging.trackers has wandb"),
+        (['logging.trackers=["tensorboard"]', "mlflow.experiment=x"], "logging.trackers has mlflow"),
         (["logging.log_format=gnuplot"], "megatron"),
     ],
 )

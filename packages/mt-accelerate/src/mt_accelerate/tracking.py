@@ -13,7 +13,8 @@ from typing import Any
 
 from torch import Tensor
 
-from mt_core.config.schema import Config, LoggingConfig
+from mt_core.config.layers import Merged
+from mt_core.config.schema import Config
 from mt_core.config.sections import build_sections
 from mt_core.errors import ConfigError, PluginError, Problems, did_you_mean
 from mt_core.plugins import PluginHost
@@ -37,8 +38,8 @@ class LoggerType(StrEnum):
 
 @dataclass(frozen=True)
 class TrackerKeys:
-    """name: the tracker's in logging.trackers. project: the key of [logging] that gets the project's name. options:
-    keyword of init_kwargs -> key."""
+    """name: the tracker's in logging.trackers, and of the section with its options. project: the key of that section
+    that gets the project's name. options: keyword of init_kwargs -> key."""
 
     name: str
     project: str
@@ -46,15 +47,11 @@ class TrackerKeys:
 
 
 KEYS: Mapping[LoggerType, TrackerKeys] = {
-    LoggerType.TENSORBOARD: TrackerKeys("tensorboard", "tensorboard_dir", {"max_queue": "tensorboard_queue_size"}),
-    LoggerType.WANDB: TrackerKeys(
-        "wandb", "wandb_project", {"name": "wandb_exp_name", "entity": "wandb_entity", "dir": "wandb_save_dir"}
-    ),
-    LoggerType.TRACKIO: TrackerKeys("trackio", "trackio_project", {"name": "trackio_name"}),
-    LoggerType.COMETML: TrackerKeys(
-        "comet", "comet_project", {"workspace": "comet_workspace", "name": "comet_experiment_name"}
-    ),
-    LoggerType.MLFLOW: TrackerKeys("mlflow", "mlflow_experiment", {"run_name": "mlflow_run_name"}),
+    LoggerType.TENSORBOARD: TrackerKeys("tensorboard", "dir", {"max_queue": "queue_size"}),
+    LoggerType.WANDB: TrackerKeys("wandb", "project", {"name": "exp_name", "entity": "entity", "dir": "save_dir"}),
+    LoggerType.TRACKIO: TrackerKeys("trackio", "project", {"name": "name"}),
+    LoggerType.COMETML: TrackerKeys("comet", "project", {"workspace": "workspace", "name": "experiment_name"}),
+    LoggerType.MLFLOW: TrackerKeys("mlflow", "experiment", {"run_name": "run_name"}),
 }
 
 
@@ -148,15 +145,20 @@ def _is_usable(kind: LoggerType, logging_dir: str | None, host: PluginHost) -> b
     return kind != LoggerType.TENSORBOARD or logging_dir is not None
 
 
-def _build(kind: LoggerType, keys: Mapping[str, Any], host: PluginHost) -> tuple[Tracker, LoggingConfig]:
-    """The tracker, and the section [logging] that it was built with. Trackers look at no other section."""
+def _build(kind: LoggerType, keys: Mapping[str, Any], host: PluginHost) -> Tracker:
+    """keys: of the tracker's section. Trackers look at that one and at [logging] alone."""
     name = KEYS[kind].name
-    values = {key: (value, "the program") for key, value in {"trackers": [name], **keys}.items()}
-    sections: dict[str, Any] = dict(build_sections(("logging",), {"logging": values}, host, Problems()))
+    spec = host[CALLBACKS].get(name, key="logging.trackers")
+    values: Merged = {
+        "logging": {"trackers": ([name], "the program")},
+        name: {key: (value, "the program") for key, value in keys.items()},
+    }
+    sections: dict[str, Any] = dict(build_sections(values, values, host, Problems()))
+    fields: dict[str, Any] = {"logging": sections["logging"], "brought": {name: sections[name]}}
     # Without validation of the whole: a tracker is chosen before there is a model.
-    config = Config.model_construct(**sections)
-    tracker = host[CALLBACKS].get(name, key="logging.trackers").build.load()(config)
-    return tracker, config.logging
+    config = Config.model_construct(**fields)
+    tracker: Tracker = spec.build.load()(config)
+    return tracker
 
 
 def build_tracker(
@@ -180,8 +182,8 @@ def build_tracker(
     # TensorBoard's project is a folder, of other trackers a name.
     project = str((folder or Path()) / project_name) if kind == LoggerType.TENSORBOARD else project_name
     keys = {KEYS[kind].project: project, **{known[name]: value for name, value in options.items()}}
-    tracker, section = _build(kind, keys, host)
-    run = TrackedRun(section, config, folder, iteration=0, run_id=None)
+    tracker = _build(kind, keys, host)
+    run = TrackedRun(config, folder, iteration=0, run_id=None)
     return RunTracker(str(kind), lambda: tracker.open_writer(run), samples)
 
 
@@ -237,6 +239,6 @@ class TrainingRecord:
 
 def _open(engine: Engine) -> MetricWriter:
     tracker = engine.host[CALLBACKS].get("tensorboard", key="MegatronLMPlugin(tensorboard_dir)").build.load()
-    run = TrackedRun(engine.config.logging, engine.config.to_dict(), None, engine.state.iteration, None)
+    run = TrackedRun(engine.config.to_dict(), None, engine.state.iteration, None)
     writer: MetricWriter = tracker(engine.config).open_writer(run)
     return writer

@@ -15,7 +15,7 @@ from mt_core.config.fields import Section
 from mt_core.config.files import shown
 from mt_core.config.messages import MEGATRON_KEYS
 from mt_core.config.schema import CORE_SECTIONS, REGISTRY_OF_SECTION
-from mt_core.config.sections import section_types
+from mt_core.config.sections import conditions_of, section_types
 from mt_core.errors import ConfigError, MtError, did_you_mean
 from mt_core.plugins import PluginHost, Registry
 from mt_core.specs import FEED_FORWARDS, MOE_DISPATCHERS
@@ -32,7 +32,7 @@ class ConfigField:
     """TOML, "null", or "required"."""
     doc: str
     conditions: Mapping[str, list[Any]]
-    """Key of the section -> values with which this key counts; empty: it always counts."""
+    """Dotted key -> values with which this key counts; empty: it always counts."""
     selected_by: tuple[str, ...] = ()
     """Values of the section's selector that bring this key; empty: every one has it."""
 
@@ -42,9 +42,7 @@ class ConfigField:
 
     def condition(self) -> str:
         """ "model.position_embedding_type is rope", or nothing."""
-        parts = [
-            f"{self.section}.{key} is {' or '.join(map(shown, values))}" for key, values in self.conditions.items()
-        ]
+        parts = [f"{key} is {' or '.join(map(shown, values))}" for key, values in self.conditions.items()]
         return " and ".join(parts)
 
 
@@ -152,15 +150,13 @@ def _also_selected_by(field: ConfigField, name: str) -> ConfigField:
 
 
 def _describe(section: str, key: str, info: FieldInfo, selected_by: str | None = None) -> ConfigField:
-    extra = info.json_schema_extra
-    conditions: Any = extra.get("used_when", {}) if isinstance(extra, dict) else {}
     return ConfigField(
         section=section,
         key=key,
         type=type_in_words(info),
         default="required" if info.is_required() else shown(_plain(info.get_default(call_default_factory=True))),
         doc=" ".join((info.description or "").split()),
-        conditions={other: list(values) for other, values in conditions.items()},
+        conditions=conditions_of(section, info),
         selected_by=(selected_by,) if selected_by else (),
     )
 

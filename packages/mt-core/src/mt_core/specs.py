@@ -389,10 +389,9 @@ class CallbackSpec(Spec):
     """Whether each rank has one. Others run on rank 0 alone, since they write files or to the terminal."""
 
 
-TRACKERS = ("tensorboard", "wandb", "mlflow", "trackio", "comet")
-CALLBACKS = Kind(
-    "callbacks", "a callback", CallbackSpec, "mt-core", homes={name: f"'mt-ops[{name}]'" for name in TRACKERS}
-)
+_TRACKER_HOMES = {name: f"'mt-ops[{name}]'" for name in ("tensorboard", "wandb", "mlflow", "trackio", "comet")}
+"""Which package to install, for messages."""
+CALLBACKS = Kind("callbacks", "a callback", CallbackSpec, "mt-core", homes=_TRACKER_HOMES)
 
 
 class AnswerRunRequest(Protocol):
@@ -509,7 +508,9 @@ SECTIONS = Kind(
         "quantize": "mt-tune",
         "score_head": "mt-tune",
         "rewards": "mt-tune",
+        "rl": "mt-tune",
         "distillation": "mt-tune",
+        **dict.fromkeys(_TRACKER_HOMES, "mt-ops"),
     },
 )
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from mt_core.hookspecs import hookimpl
 from mt_core.kinds import Lazy
-from mt_core.specs import CallbackSpec, CommandSpec
+from mt_core.specs import CallbackSpec, CommandSpec, SectionSpec
 
 
 def _command(name: str, doc: str) -> CommandSpec:
@@ -29,6 +29,21 @@ def mt_register_callbacks() -> list[CallbackSpec]:
         _tracker("mlflow", "Metrics in MLflow"),
         _tracker("trackio", "Metrics in trackio"),
         _tracker("comet", "Metrics in Comet"),
+    ]
+
+
+def _section(tracker: str, type_: str, doc: str) -> SectionSpec:
+    return SectionSpec(name=tracker, doc=doc, config_type=Lazy(f"mt_ops.trackers.config:{type_}"))
+
+
+@hookimpl
+def mt_register_sections() -> list[SectionSpec]:
+    return [
+        _section("tensorboard", "TensorBoardConfig", "Event files of TensorBoard"),
+        _section("wandb", "WandbConfig", "A run of Weights & Biases"),
+        _section("mlflow", "MlflowConfig", "A run of MLflow"),
+        _section("trackio", "TrackioConfig", "A run of trackio"),
+        _section("comet", "CometConfig", "An experiment of Comet"),
     ]
 
 

@@ -63,7 +63,7 @@ def training_sections(
             "train": batch,
             "parallel": _virtual_stages(plugin, model),
             "optimizer": _optimizer(optimizer, undecayed, plugin),
-            "logging": _logging(plugin),
+            **_logging(plugin),
         },
     )
     _require_no_contradiction(of_program, others)
@@ -109,11 +109,12 @@ def _optimizer(optimizer: OptimizerLike, undecayed: Sequence[str] | None, plugin
     return keys
 
 
-def _logging(plugin: MegatronLMPlugin) -> dict[str, Any]:
+def _logging(plugin: MegatronLMPlugin) -> Sections:
+    """[logging] and [tensorboard]."""
     if plugin.tensorboard_dir is None:
         return {}
-    keys = {"trackers": ["tensorboard"], "tensorboard_dir": plugin.tensorboard_dir, "log_interval": 1}
-    return {**keys, "log_num_zeros_in_grad": plugin.set_all_logging_options}
+    keys = {"trackers": ["tensorboard"], "log_interval": 1, "log_num_zeros_in_grad": plugin.set_all_logging_options}
+    return {"logging": keys, "tensorboard": {"dir": plugin.tensorboard_dir}}
 
 
 def _virtual_stages(plugin: MegatronLMPlugin, model: Mapping[str, Any]) -> dict[str, Any]:

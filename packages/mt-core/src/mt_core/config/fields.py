@@ -22,7 +22,8 @@ Seed = Annotated[int, Field(ge=0, lt=2**32)]
 
 
 def used_when(default: Any, **conditions: Any) -> Any:
-    """A field that only counts while other keys of its section have certain values.
+    """A field that only counts while other keys have certain values: those of its section, by their names, or those of
+    another one, as `section.key`.
 
     A condition is a value or a tuple of values; where the other key is a list, one of them has to be in it. Setting the
     field while a condition does not hold is an error, since the value would be ignored:
@@ -47,3 +48,5 @@ class Section(BaseModel):
 
     selector: ClassVar[str | None] = None
     """The key of this section that names a registered plugin thing, if there is one."""
+    keys_of_node: ClassVar[frozenset[str]] = frozenset()
+    """Keys that may differ between the nodes of a run, such as a folder of the node's scratch."""

@@ -116,7 +116,11 @@ def unknown_key(
         names = " or ".join(part for part in (", ".join(able[:-1]), able[-1]) if part)
         hint = f"; it is a key where {selector} is {names}"
     homes = [name for name, base in sections.items() if key in base.model_fields and name != section]
-    if homes:
+    # Megatron and Accelerate write the name of a tracker into the key: wandb_project is wandb.project.
+    prefix, _, rest = key.partition("_")
+    if prefix in sections and rest in sections[prefix].model_fields:
+        hint = f"; it is a key of [{prefix}]: write {prefix}.{rest}"
+    elif homes:
         hint = f"; it is a key of [{homes[0]}]: write {homes[0]}.{key}"
     if key in MEGATRON_KEYS:
         hint = f"; {MEGATRON_KEYS[key]}"

@@ -457,38 +457,10 @@ class LoggingConfig(Section):
     progress: Literal["auto", "live", "plain", "none"] = "auto"
     """`live` draws a progress line, `plain` prints a line each log_interval; `auto` depends on the terminal."""
     trackers: list[str] = Field(default_factory=list)
-    """Trackers that get the metrics: tensorboard, wandb, mlflow, trackio, comet, or a callback of another plugin. One
-    that fails while training goes on is reported once; see docs/guides/logging.md."""
+    """Trackers that get the metrics, by the names of their callbacks (mt-ops brings some; each has a section of its
+    name). One that fails while training goes on is reported once; see docs/guides/logging.md."""
     tensorboard_log_interval: PositiveInt = 1
     """Steps between points, of all trackers (as in Megatron)."""
-    tensorboard_dir: str | None = used_when(None, trackers="tensorboard")
-    """Folder of event files. Default: `tensorboard` in the run directory."""
-    tensorboard_queue_size: PositiveInt = used_when(1000, trackers="tensorboard")
-    """Points that wait in memory to be written."""
-    wandb_project: str | None = used_when(None, trackers="wandb")
-    """Project of Weights & Biases. Default: WANDB_PROJECT, else its own."""
-    wandb_entity: str | None = used_when(None, trackers="wandb")
-    """User or team. Default: WANDB_ENTITY, else that of the login."""
-    wandb_exp_name: str | None = used_when(None, trackers="wandb")
-    """Name of the run. Default: that of the run directory."""
-    wandb_save_dir: str | None = used_when(None, trackers="wandb")
-    """Local folder of its files. Default: the run directory."""
-    mlflow_tracking_uri: str | None = used_when(None, trackers="mlflow")
-    """Address of the server, or sqlite:///FILE. Default: MLFLOW_TRACKING_URI, else its own."""
-    mlflow_experiment: str | None = used_when(None, trackers="mlflow")
-    """Name of the experiment, made if missing. Default: MLFLOW_EXPERIMENT_NAME, else its own."""
-    mlflow_run_name: str | None = used_when(None, trackers="mlflow")
-    """Name of the run. Default: that of the run directory."""
-    trackio_project: str = used_when("mt", trackers="trackio")
-    """Project of trackio."""
-    trackio_name: str | None = used_when(None, trackers="trackio")
-    """Name of the run. Default: that of the run directory."""
-    comet_workspace: str | None = used_when(None, trackers="comet")
-    """Workspace of Comet. Default: COMET_WORKSPACE, else that of the login."""
-    comet_project: str | None = used_when(None, trackers="comet")
-    """Project. Default: COMET_PROJECT_NAME, else its own."""
-    comet_experiment_name: str | None = used_when(None, trackers="comet")
-    """Name of the experiment. Default: that of the run directory."""
 
 
 class NumericsConfig(Section):

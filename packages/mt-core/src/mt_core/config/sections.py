@@ -129,26 +129,31 @@ def refuse_unused_values(
             if origin == DEFAULT or Layer(origin, {}).is_background or _is_default(section, key, field):
                 continue
             with problems.collect():
-                _require_used(section, name, key, field, origin_of)
+                _require_used(config, name, key, field, origin_of)
 
 
 def _is_default(section: Section, key: str, field: FieldInfo) -> bool:
     return bool(getattr(section, key) == field.get_default(call_default_factory=True))
 
 
-def _require_used(section: Section, name: str, key: str, field: FieldInfo, origin_of: Callable[[str], str]) -> None:
+def conditions_of(section: str, field: FieldInfo) -> dict[str, list[Any]]:
+    """Dotted key -> values with which the field counts (`used_when`)."""
     extra = field.json_schema_extra
-    conditions = extra.get("used_when", {}) if isinstance(extra, dict) else {}
-    assert isinstance(conditions, dict)
-    for other, allowed in conditions.items():
-        assert isinstance(allowed, list)
-        value = getattr(section, other)
+    conditions: Any = extra.get("used_when", {}) if isinstance(extra, dict) else {}
+    return {key if "." in key else f"{section}.{key}": allowed for key, allowed in conditions.items()}
+
+
+def _require_used(config: Config, name: str, key: str, field: FieldInfo, origin_of: Callable[[str], str]) -> None:
+    for other, allowed in conditions_of(name, field).items():
+        section, _, other_key = other.partition(".")
+        if section not in config.brought and not hasattr(config, section):
+            continue  # a configuration of some sections alone
+        value = getattr(config.named(section), other_key)
         # Of a list one entry has to be allowed, such as recompute_modules with a certain module.
         if not any(entry in allowed for entry in (value if isinstance(value, list) else [value])):
             verb = "has" if isinstance(value, list) else "is"
             legal = " or ".join(str(value) for value in allowed)
             raise ConfigError(
                 f"{name}.{key} (from {origin_of(f'{name}.{key}')}) would be ignored: it only counts when "
-                f"{name}.{other} {verb} {legal}, and that is {value} "
-                f"(from {origin_of(f'{name}.{other}')})"
+                f"{other} {verb} {legal}, and that is {value} (from {origin_of(other)})"
             )

@@ -36,15 +36,13 @@ NODE_KEYS = frozenset(
         "data.verify_checksums",
         "logging.device_peak_tflops",
         "logging.progress",
-        "logging.tensorboard_dir",
-        "logging.wandb_save_dir",
         "train.device",
         "train.num_threads",
     }
 )
-"""Keys that may differ between the nodes of a run: scratch folders, and how a node reads its data and computes. Paths
-of a tokenizer's files may differ too, since their content is compared. The type of the device is compared when ranks
-meet (`mt_core.launch.process_group`)."""
+"""Keys that may differ between the nodes of a run: scratch folders, and how a node reads its data and computes; with
+those that sections of other distributions name (`keys_of_node`). Paths of a tokenizer's files may differ too, since
+their content is compared. The type of the device is compared when ranks meet (`mt_core.launch.process_group`)."""
 LIBRARIES = ("numpy", "tokenizers", "sentencepiece", "tiktoken", "triton", "transformer_engine", "flash_attn")
 VARIABLES = ("NCCL_ALGO", "NCCL_PROTO", "NVTE_ALLOW_NONDETERMINISTIC_ALGO", "CUBLAS_WORKSPACE_CONFIG")
 """Environment variables that choose a collective's algorithm, which all ranks have to share, or an arithmetic."""
@@ -93,6 +91,7 @@ def require_same_samples(identity: Mapping[str, str], datasets: Mapping[str, Dat
 def compared_keys(config: Config) -> dict[str, Any]:
     """Values by dotted key, without those that may differ between nodes."""
     left_out = NODE_KEYS | {f"tokenizer.{key}" for key in getattr(config.tokenizer, "file_keys", {})}
+    left_out |= {f"{name}.{key}" for name, section in config.brought.items() for key in section.keys_of_node}
     flat = dict(_flattened(config.to_dict(), ""))
     return {key: value for key, value in flat.items() if key not in left_out}
 

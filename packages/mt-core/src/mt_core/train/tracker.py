@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from mt_core.config.metrics import configured_loss
-from mt_core.config.schema import Config, LoggingConfig
+from mt_core.config.schema import Config
 from mt_core.errors import PluginError
 from mt_core.paths import write_whole
 from mt_core.train.callbacks import Callback, Metrics, Run
@@ -82,7 +82,6 @@ class TrackedRun:
     folder: the run directory. iteration: completed steps. run_id: of the stopped run that is resumed, else None.
     """
 
-    options: LoggingConfig
     config: Mapping[str, Any]
     folder: Path | None
     iteration: int
@@ -124,7 +123,7 @@ class Tracker(Callback):
 
     def __init__(self, name: str, open_writer: Callable[[TrackedRun], MetricWriter], config: Config) -> None:
         self.open_writer = open_writer
-        self._name, self._options = name, config.logging
+        self._name, self._interval = name, config.logging.tensorboard_log_interval
         self._writer: MetricWriter | None = None
         self._finished = False
 
@@ -133,13 +132,13 @@ class Tracker(Callback):
         ids = _read_ids(folder)
         # A run that starts anew in the same directory is another run for the tracker.
         known = ids.get(self._name) if run.resumed_from is not None else None
-        tracked = TrackedRun(self._options, run.config.to_dict(), folder, run.state.iteration, known)
+        tracked = TrackedRun(run.config.to_dict(), folder, run.state.iteration, known)
         self._writer = self.open_writer(tracked)
         if folder is not None and self._writer.run_id is not None:
             write_whole(folder / IDS_FILE, json.dumps({**ids, self._name: self._writer.run_id}).encode())
 
     def on_step_end(self, run: Run, metrics: Metrics) -> None:
-        if int(metrics["iteration"]) % self._options.tensorboard_log_interval == 0:
+        if int(metrics["iteration"]) % self._interval == 0:
             self._write(step_values(metrics), metrics["iteration"], metrics["consumed_samples"])
 
     def on_log(self, run: Run, metrics: Metrics) -> None:

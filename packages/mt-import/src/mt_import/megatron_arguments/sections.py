@@ -211,9 +211,9 @@ def _train(values: Values) -> Keys:
 
 def _trackers(values: Values) -> Keys:
     """Megatron writes to TensorBoard when it has a folder, and to Weights & Biases when it has a project."""
-    named = {"tensorboard": "tensorboard_dir", "wandb": "wandb_project"}
-    keys: Keys = {f"logging.{dest}": values[dest] for dest in named.values() if values[dest]}
-    return keys | {"logging.trackers": [tracker for tracker, dest in named.items() if values[dest]]}
+    keys = {"tensorboard.dir": values["tensorboard_dir"], "wandb.project": values["wandb_project"]}
+    named = {key: value for key, value in keys.items() if value}
+    return {**named, "logging.trackers": [key.partition(".")[0] for key in named]}
 
 
 def _profile(values: Values) -> Keys:

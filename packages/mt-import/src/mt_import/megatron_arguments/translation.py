@@ -2,21 +2,21 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any, Literal
 
 from pydantic.fields import FieldInfo
 
 from mt_core.config.fields import Section
-from mt_core.config.sections import section_type, section_types
+from mt_core.config.sections import conditions_of, section_type, section_types
 from mt_core.plugins import PluginHost
-from mt_core.specs import FEED_FORWARDS
+from mt_core.specs import FEED_FORWARDS, SECTIONS
 from mt_import.megatron_arguments.command_line import ParsedArgument
 from mt_import.megatron_arguments.derived import derive_values, padded_vocab_size
 from mt_import.megatron_arguments.entry_scripts import EntryScript
 from mt_import.megatron_arguments.refusals import Refusal, find_refusals
-from mt_import.megatron_arguments.sections import PROFILE_KEYS, dropped_keys, model_section, run_keys
+from mt_import.megatron_arguments.sections import dropped_keys, model_section, run_keys
 from mt_import.megatron_arguments.table import Argument, Version
 
 # -- keys that count, by their conditions in the configuration ---------------------------------------
@@ -38,9 +38,8 @@ def remove_idle_keys(tree: Tree, host: PluginHost) -> dict[str, str]:
     removed: dict[str, str] = {}
     for name, values in tree.items():
         type_ = _type_of(name, values, host)
-        while idle := _idle_keys(
-            name, values, type_, section_types(host)[name].selector
-        ):  # a key that goes may be the condition of another one
+        # A key that goes may be the condition of another one.
+        while idle := _idle_keys(name, tree, type_, host):
             for key, reason in idle.items():
                 del values[key]
                 removed[f"{name}.{key}"] = reason
@@ -74,25 +73,26 @@ def _type_of(name: str, values: Mapping[str, Any], host: PluginHost) -> type[Sec
     return section_type(name, values.get(section_types(host)[name].selector or ""), host)
 
 
-def _idle_keys(name: str, values: Mapping[str, Any], type_: type[Section], selector: str | None) -> dict[str, str]:
+def _idle_keys(name: str, tree: Tree, type_: type[Section], host: PluginHost) -> dict[str, str]:
+    values, selector = tree[name], section_types(host)[name].selector
     reasons = {}
     for key in values:
         if key not in type_.model_fields:
             reasons[key] = f"{name}.{selector}={values.get(selector or '')} does not have it"
-        elif reason := _unmet(name, key, values, type_):
+        elif reason := _unmet(name, type_.model_fields[key], tree, host):
             reasons[key] = reason
     return reasons
 
 
-def _unmet(name: str, key: str, values: Mapping[str, Any], type_: type[Section]) -> str | None:
-    extra = type_.model_fields[key].json_schema_extra
-    conditions: Any = extra.get("used_when", {}) if isinstance(extra, dict) else {}
-    for other, allowed in conditions.items():
+def _unmet(name: str, field: FieldInfo, tree: Tree, host: PluginHost) -> str | None:
+    for dotted_key, allowed in conditions_of(name, field).items():
+        section, _, key = dotted_key.partition(".")
+        values = tree.get(section, {})
         # A condition that is not written has its default.
-        default = type_.model_fields[other].get_default(call_default_factory=True)
-        value = values.get(other, default)
+        default = _type_of(section, values, host).model_fields[key].get_default(call_default_factory=True)
+        value = values.get(key, default)
         if not any(entry in allowed for entry in (value if isinstance(value, list) else [value])):
-            return f"counts only when {name}.{other} is {' or '.join(map(str, allowed))}"
+            return f"counts only when {dotted_key} is {' or '.join(map(str, allowed))}"
     return None
 
 
@@ -166,8 +166,9 @@ def translate(
     refusals = find_refusals(parsed_arguments, entry, version, host)
     kept = {dest: parsed.value for dest, parsed in parsed_arguments.items() if dest not in refusals}
     values = derive_values(kept, entry, version, world_size, is_part=is_part)
-    dropped = dropped_keys(values) | _not_installed(host)
-    tree = as_tree({key: value for key, value in run_keys(values, entry, version).items() if key not in dropped})
+    keys = run_keys(values, entry, version)
+    dropped = dropped_keys(values) | _not_installed(keys, host)
+    tree = as_tree({key: value for key, value in keys.items() if key not in dropped})
     if "model" not in entry.fixed_sections:
         tree["model"] = {**tree.get("model", {}), **model_section(values, entry, source, host)}
     for section in entry.fixed_sections:
@@ -190,11 +191,15 @@ def translate(
     return Translation(_ordered(tree, host), tuple(accounts), written, values, entry, version)
 
 
-def _not_installed(host: PluginHost) -> dict[str, str]:
-    """Keys of a section that another distribution brings."""
-    if "profile" in section_types(host):
-        return {}
-    return dict.fromkeys(("train.callbacks", *PROFILE_KEYS), "[profile] is a section of mt-tools; install it")
+def _not_installed(keys: Iterable[str], host: PluginHost) -> dict[str, str]:
+    """Those of the keys whose section another distribution brings, which is not installed, each with the reason."""
+    sections = {key: key.partition(".")[0] for key in keys}
+    absent = {key: section for key, section in sections.items() if section not in section_types(host)}
+    # What turns profiling on cannot stand without the section.
+    absent |= dict.fromkeys(("train.callbacks",) if "profile" in absent.values() else (), "profile")
+    return {
+        key: f"[{section}] is a section of {SECTIONS.homes[section]}; install it" for key, section in absent.items()
+    }
 
 
 def _keep_named(tree: Tree, parsed_arguments: Mapping[str, ParsedArgument]) -> None:

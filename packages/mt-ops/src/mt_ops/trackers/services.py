@@ -7,11 +7,13 @@ import time
 import uuid
 from collections import deque
 from collections.abc import Iterator, Mapping
+from functools import partial
 from typing import Any
 
 from mt_core.config.schema import Config
 from mt_core.errors import ConfigError
 from mt_core.train.tracker import TrackedRun, Tracker, require_package
+from mt_ops.trackers.config import CometConfig, MlflowConfig, TensorBoardConfig, TrackioConfig, WandbConfig
 
 LONGEST_PARAM = 500
 """Characters of a parameter's value that all of MLflow's stores take."""
@@ -23,17 +25,16 @@ PENDING = 1000
 class MlflowWriter:
     """Metrics are sent by a thread of MLflow's; those that could not be are reported as the run closes."""
 
-    def __init__(self, run: TrackedRun) -> None:
+    def __init__(self, options: MlflowConfig, run: TrackedRun) -> None:
         import mlflow
 
-        options = run.options
-        if options.mlflow_tracking_uri is not None:
-            mlflow.set_tracking_uri(options.mlflow_tracking_uri)
-        if options.mlflow_experiment is not None:
-            mlflow.set_experiment(options.mlflow_experiment)
+        if options.tracking_uri is not None:
+            mlflow.set_tracking_uri(options.tracking_uri)
+        if options.experiment is not None:
+            mlflow.set_experiment(options.experiment)
         self._client = mlflow.MlflowClient()
         self._pending: deque[Any] = deque(maxlen=PENDING)
-        self.native = mlflow.start_run(run_id=run.run_id, run_name=options.mlflow_run_name or run.name)
+        self.native = mlflow.start_run(run_id=run.run_id, run_name=options.run_name or run.name)
         self.run_id = str(self.native.info.run_id)
         # MLflow refuses to change the parameters of a run.
         if run.run_id is None:
@@ -76,7 +77,7 @@ def _flattened(config: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[st
 
 def build_mlflow(config: Config) -> Tracker:
     require_package("mlflow", "mlflow")
-    return Tracker("mlflow", MlflowWriter, config)
+    return Tracker("mlflow", partial(MlflowWriter, config.section(MlflowConfig)), config)
 
 
 # -- Comet -------------------------------------------------------------------------------------------
@@ -85,16 +86,15 @@ def build_mlflow(config: Config) -> Tracker:
 class CometWriter:
     """COMET_START_ONLINE=0 writes archives, which `comet upload` sends later."""
 
-    def __init__(self, run: TrackedRun) -> None:
+    def __init__(self, options: CometConfig, run: TrackedRun) -> None:
         import comet_ml
 
-        options = run.options
         self.native = comet_ml.start(
-            workspace=options.comet_workspace,
-            project=options.comet_project,
+            workspace=options.workspace,
+            project=options.project,
             experiment_key=run.run_id,
             experiment_config=comet_ml.ExperimentConfig(
-                name=options.comet_experiment_name or run.name,
+                name=options.experiment_name or run.name,
                 # Console output, source code and the git state stay on this machine.
                 auto_output_logging=False,
                 log_code=False,
@@ -117,7 +117,7 @@ class CometWriter:
 
 def build_comet(config: Config) -> Tracker:
     require_package("comet_ml", "comet")
-    return Tracker("comet", CometWriter, config)
+    return Tracker("comet", partial(CometWriter, config.section(CometConfig)), config)
 
 
 # -- TensorBoard -------------------------------------------------------------------------------------
@@ -130,10 +130,10 @@ class TensorBoardWriter:
 
     run_id = None
 
-    def __init__(self, run: TrackedRun) -> None:
+    def __init__(self, options: TensorBoardConfig, run: TrackedRun) -> None:
         from torch.utils.tensorboard import SummaryWriter
 
-        self.native = SummaryWriter(_folder(run), max_queue=run.options.tensorboard_queue_size)
+        self.native = SummaryWriter(_folder(options, run), max_queue=options.queue_size)
         self.native.add_text("config", f"```\n{json.dumps(run.config, indent=2)}\n```", run.iteration)
 
     def write(self, values: Mapping[str, float], iteration: int, samples: int) -> None:
@@ -145,17 +145,17 @@ class TensorBoardWriter:
         self.native.close()
 
 
-def _folder(run: TrackedRun) -> str:
-    if run.options.tensorboard_dir is not None:
-        return run.options.tensorboard_dir
+def _folder(options: TensorBoardConfig, run: TrackedRun) -> str:
+    if options.dir is not None:
+        return options.dir
     if run.folder is None:
-        raise ConfigError("logging.trackers: tensorboard needs a run directory, or logging.tensorboard_dir")
+        raise ConfigError("logging.trackers: tensorboard needs a run directory, or tensorboard.dir")
     return str(run.folder / FOLDER)
 
 
 def build_tensorboard(config: Config) -> Tracker:
     require_package("tensorboard", "tensorboard")
-    return Tracker("tensorboard", TensorBoardWriter, config)
+    return Tracker("tensorboard", partial(TensorBoardWriter, config.section(TensorBoardConfig)), config)
 
 
 # -- trackio -----------------------------------------------------------------------------------------
@@ -164,14 +164,14 @@ def build_tensorboard(config: Config) -> Tracker:
 class TrackioWriter:
     """Writes to a local database (TRACKIO_DIR). trackio identifies a run by its name."""
 
-    def __init__(self, run: TrackedRun) -> None:
+    def __init__(self, options: TrackioConfig, run: TrackedRun) -> None:
         import trackio
 
-        wanted = run.options.trackio_name or run.name or "mt"
+        wanted = options.name or run.name or "mt"
         # Random digits keep the runs of equally named directories apart.
         self.run_id = run.run_id or f"{wanted}-{uuid.uuid4().hex[:6]}"
         self.native = trackio.init(
-            project=run.options.trackio_project,
+            project=options.project,
             name=self.run_id,
             config=dict(run.config),
             resume="allow" if run.run_id is not None else "never",
@@ -187,7 +187,7 @@ class TrackioWriter:
 
 def build_trackio(config: Config) -> Tracker:
     require_package("trackio", "trackio")
-    return Tracker("trackio", TrackioWriter, config)
+    return Tracker("trackio", partial(TrackioWriter, config.section(TrackioConfig)), config)
 
 
 # -- Weights & Biases --------------------------------------------------------------------------------
@@ -196,15 +196,14 @@ def build_trackio(config: Config) -> Tracker:
 class WandbWriter:
     """WANDB_MODE=offline writes files that `wandb sync` sends later."""
 
-    def __init__(self, run: TrackedRun) -> None:
+    def __init__(self, options: WandbConfig, run: TrackedRun) -> None:
         import wandb
 
-        options = run.options
         self.native = wandb.init(
-            project=options.wandb_project,
-            entity=options.wandb_entity,
-            name=options.wandb_exp_name or run.name,
-            dir=options.wandb_save_dir or (str(run.folder) if run.folder is not None else None),
+            project=options.project,
+            entity=options.entity,
+            name=options.exp_name or run.name,
+            dir=options.save_dir or (str(run.folder) if run.folder is not None else None),
             config=dict(run.config),
             id=run.run_id,
             resume="allow" if run.run_id is not None else None,
@@ -223,4 +222,4 @@ class WandbWriter:
 
 def build_wandb(config: Config) -> Tracker:
     require_package("wandb", "wandb")
-    return Tracker("wandb", WandbWriter, config)
+    return Tracker("wandb", partial(WandbWriter, config.section(WandbConfig)), config)
