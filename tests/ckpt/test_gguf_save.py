@@ -20,6 +20,7 @@ from tests.peer.gguf_models import MODELS as IN_LLAMA_CPP
 from tokenizers import Tokenizer
 
 from mt_ckpt.convert import convert
+from mt_ckpt.files.checksum_file import CHECKSUMS
 from mt_ckpt.files.safetensors import TensorInfo
 from mt_ckpt.gguf.file import GGUFFile
 from mt_ckpt.gguf.imatrix import Sums, read_imatrix, write_imatrix
@@ -84,6 +85,17 @@ def test_a_rounded_range_of_yarn_comes_back(make_model, host, tmp_path: Path, tr
     convert(tmp_path / "gguf", tmp_path / "back", saver="mt", host=host)
     stored = open_checkpoint(tmp_path / "back").metadata["config"]["model"]
     assert stored["rope_truncate"] is truncate
+
+
+def test_the_coefficient_of_balance_of_deepseek_v4_comes_back(make_model, host, tmp_path: Path) -> None:
+    """llama.cpp has no key for it. mt has one of its own, which holds 32 bits."""
+    keys = IN_LLAMA_CPP["deepseek4"]
+    balance = {"moe_router_load_balancing_type": ["aux_loss"], "moe_aux_loss_coeff": [0.003]}
+    source = make_model(**{**keys, "moe": {**keys["moe"], **balance}})
+    convert(source, tmp_path / "gguf", saver="gguf", host=host)
+    convert(tmp_path / "gguf", tmp_path / "back", saver="mt", host=host)
+    stored = open_checkpoint(tmp_path / "back").metadata["config"]["model"]["moe"]
+    assert {key: stored[key] for key in balance} == balance
 
 
 @pytest.mark.slow
@@ -258,6 +270,32 @@ def test_tokenizers_there_and_back(name: str) -> None:
 
 def test_no_tokenizer_is_a_model_of_ids() -> None:
     assert tokenizer_metadata({}, 10)["tokenizer.ggml.model"] == "none"
+    assert not [key for key in tokenizer_metadata({}, 10) if key.endswith("_token_id")]
+
+
+IDS = {"bos_token_id": 3, "eos_token_id": 5, "pad_token_id": 0}
+
+
+@pytest.mark.parametrize("ids", [IDS, {}], ids=["named", "none"])
+def test_ids_of_a_model_without_a_tokenizer_come_back_and_none_is_invented(
+    make_model, host, tmp_path: Path, ids: dict[str, int]
+) -> None:
+    convert(make_model(**LLAMA), tmp_path / "hf", saver="hf", host=host)
+    config = tmp_path / "hf" / "config.json"
+    (tmp_path / "hf" / "generation_config.json").unlink(missing_ok=True)
+    (tmp_path / "hf" / CHECKSUMS).unlink()
+    stated = {**dict.fromkeys(IDS), **ids}
+    config.write_text(json.dumps(json.loads(config.read_text()) | stated))
+    convert(tmp_path / "hf", tmp_path / "gguf", saver="gguf", host=host)
+    reader = gguf.GGUFReader(tmp_path / "gguf" / "gguf.gguf")
+    names = {"bos_token_id": "bos", "eos_token_id": "eos", "pad_token_id": "padding"}
+    keys = {key: reader.get_field(f"tokenizer.ggml.{name}_token_id") for key, name in names.items()}
+    assert {key: field.contents() for key, field in keys.items() if field is not None} == ids
+    convert(tmp_path / "gguf", tmp_path / "mt", saver="mt", host=host)
+    convert(tmp_path / "mt", tmp_path / "back", saver="hf", host=host)
+    back = json.loads((tmp_path / "back" / "config.json").read_text())
+    assert {key: back[key] for key in IDS} == stated
+    assert (tmp_path / "back" / "generation_config.json").is_file() == bool(ids)
 
 
 def scored_tokenizer() -> tuple[dict[str, bytes], Tokenizer]:

@@ -115,4 +115,8 @@ def test_the_first_token_is_added_where_the_file_or_its_kind_says_so(name, said,
 
 
 def test_an_unknown_way_to_split_gives_no_tokenizer(tmp_path: Path) -> None:
-    assert tokenizer_files(write(trained("gpt-2"), tmp_path / "m.gguf", "some-other").metadata) == {}
+    files = tokenizer_files(write(trained("gpt-2"), tmp_path / "m.gguf", "some-other").metadata)
+    # Ids of the ends need no vocabulary.
+    assert set(files) == {"generation_config.json"}
+    stated = json.loads(files["generation_config.json"])
+    assert (stated["bos_token_id"], stated["eos_token_id"]) == (0, 1)

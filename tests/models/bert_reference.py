@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from mt_core.config.files import to_toml
 from mt_core.config.loading import load_config
 from mt_core.config.schema import Config
 from mt_core.nn.build_context import ModelBuildContext
@@ -55,7 +56,7 @@ def config_of(
 
 
 def text(value: Any) -> str:
-    return str(value).lower() if isinstance(value, bool) else str(value)
+    return to_toml(value) if isinstance(value, bool | dict) else str(value)
 
 
 def built(host: PluginHost, config: Config, device: str = "cpu") -> nn.Module:

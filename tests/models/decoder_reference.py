@@ -134,6 +134,15 @@ def assert_maps_round_trip(pair: Pair) -> None:
     assert pair.family.read_config(external) == pair.family.read_config(again.config.to_dict())
 
 
+def without_kept_ids(section: dict[str, Any]) -> dict[str, Any]:
+    """Keys of [model] that decide what is computed: classes add their default ids of tokens to a file without them."""
+    return {key: value for key, value in section.items() if key != "kept_token_ids"}
+
+
+def computed_keys(family: HuggingFaceFamily, external: dict[str, Any]) -> dict[str, Any]:
+    return without_kept_ids(family.read_config(external))
+
+
 def parameter_count(model: nn.Module) -> int:
     """Of canonical tensors: padding does not count."""
     return sum(torch.Size(layout.shape).numel() for layout in parameter_layouts(model).values())

@@ -69,6 +69,8 @@ class ConfigMap:
     """Another name of a key -> the key, which is written."""
     required: Mapping[str, str] = field(default_factory=dict)
     """Key that has to be true -> what a file without it is. Checked first: such a file is of another map."""
+    written: bool = True
+    """False: a type with further parts, of which the text alone is read; it is written as another type."""
 
     def import_value(self, external: Mapping[str, Any]) -> dict[str, Any]:
         """Keys of [model]. Raises ConfigError for a field that is unknown or has a value that is not supported."""

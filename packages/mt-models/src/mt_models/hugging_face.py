@@ -18,6 +18,9 @@ from mt_core.errors import CheckpointError, ConfigError
 from mt_core.name_map import NameMap
 from mt_core.nn.layout import LayoutModule, parameter_layouts
 from mt_core.parallel.context import ParallelContext
+from mt_models.kept_token_ids import KEY as KEPT_IDS
+from mt_models.kept_token_ids import OF_GENERATION as IDS_OF_GENERATION
+from mt_models.kept_token_ids import kept_ids, token_ids, with_kept_ids
 
 Tensors = Mapping[str, Tensor]
 
@@ -50,6 +53,9 @@ class HuggingFaceFamily:
     leaves layers out that config.json counts.
     left_out_copies: tensors that are left out since another one is used in their place, name -> that one; a conversion
     says where the two differ.
+    ids_read: paths of ids of tokens within parts of config.json that other keys of [model] have than kept_token_ids.
+    within: model_type that is written as a part of another one -> the path of the part.
+    with_one_end: types whose class takes one eos_token_id in config.json and no list, which generation_config.json has.
     """
 
     family: str
@@ -62,6 +68,9 @@ class HuggingFaceFamily:
     preprocessor: Preprocessor | None = None
     held: Callable[[Mapping[str, Any], Iterable[str]], Mapping[str, Any]] = lambda external, names: external
     left_out_copies: Callable[[Any], Mapping[str, str]] = lambda config: {}
+    ids_read: tuple[tuple[str, ...], ...] = ()
+    within: Mapping[str, str] = field(default_factory=dict)
+    with_one_end: tuple[str, ...] = ()
 
     def read_config(self, external: Mapping[str, Any]) -> dict[str, Any]:
         """Keys of [model], `family` included, from the contents of config.json.
@@ -69,7 +78,38 @@ class HuggingFaceFamily:
         Raises ConfigError for a model_type of another family, an unknown field or an unsupported value.
         """
         kind = require_known("model_type", str(external.get("model_type")), self.model_types)
-        return {"family": self.family, **self.model_types[kind].import_value(external)}
+        chosen = self.model_types[kind]
+        values = {"family": self.family, **chosen.import_value(external)}
+        kept = self._kept_ids(kind, external) if chosen.written else {}
+        return {**values, KEPT_IDS: kept} if kept else values
+
+    def _kept_ids(self, kind: str, external: Mapping[str, Any]) -> dict[str, Any]:
+        part, chosen = self.within.get(kind), self.model_types[kind]
+        read = {f.theirs for f in chosen.fields} | {*chosen.spellings, *chosen.import_extra_keys}
+        kept = kept_ids(external, {*((key,) for key in read), *self.ids_read}, chosen.ignored)
+        return kept if part is None or not kept else {part: kept}
+
+    def left_out_ids(self, external: Mapping[str, Any]) -> list[str]:
+        """A sentence about ids of tokens that a file with further parts names and the type that is written has not."""
+        kind = str(external.get("model_type"))
+        if self.model_types[kind].written:
+            return []
+        left_out = [
+            f"{'.'.join(path)}={value}"
+            for path, value in token_ids(external)
+            if value is not None and ".".join(path).removeprefix("text_config.") not in IDS_OF_GENERATION
+        ]
+        why = f"left out, since of this {kind} the text alone is read and written as a type without such keys"
+        return [f"config.json: {why}: {', '.join(left_out)}"] if left_out else []
+
+    def ids_of_generation(self, external: Mapping[str, Any]) -> Mapping[str, Any]:
+        """config.json with the ids that a text begins, ends and is padded with at its top, where a type of which the
+        text alone is read has them in `text_config`."""
+        text = external.get("text_config")
+        if self.model_types[str(external.get("model_type"))].written or not isinstance(text, Mapping):
+            return external
+        stated = {key: text[key] for key in IDS_OF_GENERATION if external.get(key) is None and key in text}
+        return {**external, **stated}
 
     def write_config(self, config: ModelConfig) -> dict[str, Any]:
         """The contents of config.json for a model with a known vocabulary."""
@@ -77,7 +117,7 @@ class HuggingFaceFamily:
         chosen = self.model_types[kind]
         external = chosen.export_value(config.model_dump(mode="json"))
         named = {"architectures": [self.architectures[kind]]} if kind in self.architectures else {}
-        return {**named, "model_type": kind, **external}
+        return with_kept_ids({**named, "model_type": kind, **external}, config.kept_token_ids, kind)
 
     def model_type(self, config: ModelConfig) -> str:
         if self.model_type_of is not None:

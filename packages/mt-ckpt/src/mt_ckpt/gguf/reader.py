@@ -37,7 +37,7 @@ def open_checkpoint(path: Path, host: PluginHost) -> HuggingFaceReader:
     external = read_external(metadata, architecture)
     check_layers(external, len(stored.tensors))
     config = read_config(family_named(family.family, host), external, host)
-    files = tokenizer_files(stored.metadata)
+    files = tokenizer_files(stored.metadata, config.model.vocab_size)
     sections = {
         "model": config.model.model_dump(mode="json"),
         "tokenizer": tokenizer_config(file.parent, files, config.model.vocab_size),

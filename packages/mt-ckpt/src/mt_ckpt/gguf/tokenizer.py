@@ -77,17 +77,18 @@ SPLITTINGS: Mapping[str, Splitting] = {
 """`tokenizer.ggml.pre` -> what it means, of byte-level vocabularies."""
 
 
-def tokenizer_files(values: Mapping[str, Any]) -> dict[str, bytes]:
+def tokenizer_files(values: Mapping[str, Any], vocab_size: int | None = None) -> dict[str, bytes]:
     """tokenizer.json, tokenizer_config.json and generation_config.json from a file's metadata.
 
-    {} for a vocabulary that is none of BPE over bytes, or splits text in a way that is not known here. Raises
-    CheckpointError for values of other types than the format's.
+    The last alone, if the file names special tokens, without a vocabulary, for one that is none of BPE over bytes, and
+    for a way of splitting text that is not known here. vocab_size: of the model. Raises CheckpointError for values of
+    other types than the format's.
     """
     tokens = list_of(values, "tokenizer.ggml.tokens", str)
     content = _contents(values, tokens) if tokens else None
+    roles = _role_ids(values, len(tokens) or vocab_size or 0)
     if content is None:
-        return {}
-    roles = _role_ids(values, len(tokens))
+        return _defaults_of_generation(roles)
     settings = {
         "tokenizer_class": "PreTrainedTokenizerFast",
         **{f"{role}_token": tokens[number] for role, number in roles.items()},

@@ -19,12 +19,14 @@ SPACE = "\u2581"
 def tokenizer_metadata(files: Mapping[str, bytes], vocab_size: int) -> dict[str, Any]:
     """Keys under `tokenizer.`. vocab_size: of the model, which may have rows for more ids than the tokenizer.
 
-    Without a tokenizer that llama.cpp has: none, so that the file holds a model of ids.
+    Without a tokenizer that llama.cpp has: none, so that the file holds a model of ids, and the ids of the defaults of
+    generation.
     """
     content, settings = _json(files, "tokenizer.json"), _json(files, "tokenizer_config.json")
     values = _vocabulary(content, files, vocab_size)
     if values is None:
-        return {"tokenizer.ggml.model": "none", "tokenizer.ggml.add_bos_token": False}
+        ids = _ids({}, _json(files, GENERATION), vocab_size)
+        return {"tokenizer.ggml.model": "none", **ids, "tokenizer.ggml.add_bos_token": False}
     tokens = values["tokenizer.ggml.tokens"]
     return {**values, **_roles(settings, files, tokens), **_adds(content, settings), **_templates(files, settings)}
 
@@ -146,16 +148,25 @@ def _with_scores(tokens: list[str], scores: list[float], kinds: list[int], adds_
 
 def _roles(settings: Mapping[str, Any], files: Mapping[str, bytes], tokens: Sequence[str]) -> dict[str, int]:
     ids = {token: number for number, token in reversed(list(enumerate(tokens)))}
-    generation = _json(files, GENERATION)
     named = {**_json(files, "special_tokens_map.json"), **settings}
-    role_ids = {}
-    for role, name in ROLES.items():
+    numbers: dict[str, int | None] = {}
+    for role in ROLES:
         token = named.get(f"{role}_token")
         token = token.get("content") if isinstance(token, Mapping) else token
-        number = ids.get(token) if isinstance(token, str) else generation.get(f"{role}_token_id")
+        if isinstance(token, str):
+            numbers[role] = ids.get(token)
+    return _ids(numbers, _json(files, GENERATION), len(tokens))
+
+
+def _ids(numbers: Mapping[str, int | None], generation: Mapping[str, Any], size: int) -> dict[str, int]:
+    """Keys of the file for the roles. numbers: of the roles that the tokenizer names; the others are those of the
+    defaults of generation."""
+    role_ids = {}
+    for role, name in ROLES.items():
+        number: Any = numbers[role] if role in numbers else generation.get(f"{role}_token_id")
         # A model may have several ends; the first is that of a turn.
         number = number[0] if isinstance(number, list) and number else number
-        if isinstance(number, int) and 0 <= number < len(tokens):
+        if isinstance(number, int) and 0 <= number < size:
             role_ids[f"tokenizer.ggml.{name}_token_id"] = number
     return role_ids
 

@@ -53,7 +53,9 @@ def open_checkpoint(path: Path, host: PluginHost) -> HuggingFaceReader:
     tensors, external = dequantized(_open_tensors(path, written), _with_settings_beside(path, external, written))
     identified = identify_variant(external, list(tensors.infos), host)
     family, config = identified.family, identified.config
-    files = read_tokenizer_files(path, external, written.read)
+    # Optional in a family of a plugin.
+    stated = getattr(family, "ids_of_generation", lambda external: external)(external)
+    files = read_tokenizer_files(path, stated, written.read)
     sections = {
         **identified.sections,
         "model": config.model.model_dump(mode="json"),
@@ -61,6 +63,7 @@ def open_checkpoint(path: Path, host: PluginHost) -> HuggingFaceReader:
         **_image_data(family, config.model, files),
     }
     absent = absent_layers(external, held_config(family, external, list(tensors.infos)))
+    absent += getattr(family, "left_out_ids", lambda external: [])(external)
     return HuggingFaceReader(tensors, family, config.model, {"iteration": 0, "config": sections}, files, absent)
 
 
@@ -101,7 +104,8 @@ class HuggingFaceReader:
         files: Mapping[str, bytes],
         absent: Sequence[str] = (),
     ) -> None:
-        """model: the [model] section. absent: what config.json counts and the files have not, a sentence each.
+        """model: the [model] section. absent: a sentence each about what config.json counts and the files have not, and
+        about what it says of parts that are left out.
 
         Raises CheckpointError for missing, unknown and doubled names.
         """

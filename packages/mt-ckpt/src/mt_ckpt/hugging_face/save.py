@@ -38,6 +38,7 @@ from mt_core.train.build import restore_tokenizer
 
 MAX_SHARD_BYTES = 5 * 1000**3
 INDEX = "model.safetensors.index.json"
+EOS = "eos_token_id"
 
 
 def convert_checkpoint(path: Path, source: CheckpointReader, options: ConvertOptions, host: PluginHost) -> None:
@@ -139,15 +140,34 @@ def _small_files(
     if "tokenizer.json" not in files and (written := getattr(tokenizer, "hugging_face_files", None)) is not None:
         # One that is described by its name alone, which no program beside mt knows.
         files |= written()
-    if GENERATION not in files and (ids := _ids_of_tokenizer(tokenizer)):
+    if GENERATION not in files and _says_ends(source) and (ids := _ids_of_tokenizer(tokenizer)):
         files[GENERATION] = generation_defaults({**ids, **_decoder_start(source, external, ids)})
     # config.json repeats the ids of generation_config.json, since programs read either.
     # An end of texts that a family writes is one that its weights depend on.
-    ids = {key: value for key, value in special_ids(files).items() if key != "eos_token_id" or key not in external}
-    files[CONFIG] = _json({**external, **ids})
+    ids = {key: value for key, value in special_ids(files).items() if key != EOS or key not in external}
+    files[CONFIG] = _json({**external, **_taken_ids(ids, external["model_type"], source, host)})
     if len(shards) > 1:
         files[INDEX] = _index(tensors.infos, shards)
     return files
+
+
+def _says_ends(source: CheckpointReader) -> bool:
+    """False for a checkpoint that was converted without a tokenizer: it takes ids as they are, and its end of a text
+    would be the last id of the vocabulary, with which no model was trained."""
+    stored = source.metadata["config"]
+    tokenizer = stored.get("tokenizer") or {}
+    takes_ids = tokenizer.get("tokenizer_type") == "NullTokenizer" and tokenizer.get("null_tokenizer_eod_id") is None
+    return "train" in stored or not takes_ids
+
+
+def _taken_ids(ids: Mapping[str, Any], kind: str, source: CheckpointReader, host: PluginHost) -> dict[str, Any]:
+    """The ids as config.json of this type has them: some classes refuse several ends, of which it has the first."""
+    family = family_of_config(model_config(source, host), host)
+    ends = ids.get(EOS)
+    # Optional in a family of a plugin.
+    if isinstance(ends, list) and kind in getattr(family, "with_one_end", ()):
+        return {**ids, EOS: next(iter(ends), None)}
+    return dict(ids)
 
 
 def _decoder_start(source: CheckpointReader, external: Mapping[str, Any], ids: Mapping[str, int]) -> dict[str, int]:

@@ -44,6 +44,11 @@ Activation = Literal[
 torch."""
 
 
+TokenIds = int | list[int]
+KeptTokenIds = dict[str, TokenIds | dict[str, TokenIds | dict[str, TokenIds]]]
+"""Ids, and tables of them, of at most two parts within one another."""
+
+
 class ModelConfig(Section):
     """What every model family has; the family's own config type adds the rest."""
 
@@ -56,6 +61,9 @@ class ModelConfig(Section):
     make_vocab_size_divisible_by: PositiveInt = 128
     """The embedding table in memory is padded to a multiple of this times tensor_model_parallel_size.
     Padding rows are never predicted and never stored."""
+    kept_token_ids: KeptTokenIds = Field(default_factory=dict)
+    """Ids of tokens that config.json of a converted model names and nothing here computes with, by their keys there,
+    such as video_token_id and text_config.bos_token_id. They are written into config.json again. [] stands for null."""
 
     # What a family may say of its shape beyond its keys.
 

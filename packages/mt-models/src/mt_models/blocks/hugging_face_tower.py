@@ -54,4 +54,5 @@ def decoder_within(
         import_extra=import_extra,
         import_extra_keys=("text_config", "tie_word_embeddings", *placeholders),
         export_extra=export_extra,
+        written=False,
     )

@@ -112,6 +112,8 @@ RATIOS, ROTATED, PREDICTED = "attention.compress_ratios", "rope.dimension_count"
 INDEXED_RATIO, RATIO = 4, 128
 SQUARE_ROOT_OF_SOFTPLUS = 4
 """Value of expert_gating_func."""
+AUX_LOSS, AUX_LOSS_KEY = "router_aux_loss_coef", "expert_aux_loss_coefficient"
+"""The key of config.json, and that of the file: one of mt's, which other programs leave unread."""
 LIMIT = 10.0
 """Limit of the activations of every layer."""
 
@@ -119,7 +121,9 @@ LIMIT = 10.0
 def read(metadata: Metadata) -> dict[str, Any]:
     layers = metadata.need("block_count", int) - (metadata.get("nextn_predict_layers", int) or 0)
     rotated = metadata.need(ROTATED, int)
+    coefficient = metadata.get(AUX_LOSS_KEY, float)
     return {
+        **({} if coefficient is None else {AUX_LOSS: coefficient}),
         **read_rope(metadata, rotated),
         "num_hidden_layers": layers,
         PREDICTED: 0,
@@ -132,7 +136,9 @@ def read(metadata: Metadata) -> dict[str, Any]:
 def write(external: External) -> dict[str, Any]:
     _require_expressed(external)
     limits = [LIMIT] * external["num_hidden_layers"]
+    coefficient = external.get(AUX_LOSS)
     return {
+        **({} if coefficient is None else {AUX_LOSS_KEY: float(coefficient)}),
         **write_rope(external),
         ROTATED: external["qk_rope_head_dim"],
         RATIOS: list(external["compress_ratios"]),

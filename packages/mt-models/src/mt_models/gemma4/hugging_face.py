@@ -354,6 +354,7 @@ def with_towers(kind: str, decoder: ConfigMap) -> ConfigMap:
         import_extra=import_extra,
         import_extra_keys=("text_config", "tie_word_embeddings", *MEDIA),
         export_extra=_never_written,
+        written=False,
     )
 
 

@@ -394,4 +394,5 @@ HUGGING_FACE = HuggingFaceFamily(
     copies=copies,
     architectures={"gemma4": "Gemma4ForConditionalGeneration"},
     preprocessor=Preprocessor(write_preprocessor, read_preprocessor),
+    ids_read=(("text_config", "pad_token_id"),),
 )

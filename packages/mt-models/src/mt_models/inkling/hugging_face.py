@@ -378,4 +378,5 @@ HUGGING_FACE = HuggingFaceFamily(
     model_type_of=lambda config: TEXT,
     spelling=spelling,
     architectures={TEXT: "InklingForCausalLM"},
+    with_one_end=(TEXT,),
 )

@@ -218,6 +218,7 @@ MUSE_GLIMMER = replace(
     import_extra=import_whole,
     import_extra_keys=(*WITH_TOWER.import_extra_keys, *PICTURES),
     export_extra=export_extra,
+    written=True,
 )
 
 HUGGING_FACE = HuggingFaceFamily(

@@ -272,6 +272,7 @@ MUSE_SPARK = replace(
     import_extra=import_whole,
     import_extra_keys=(*WITH_TOWERS.import_extra_keys, *MEDIA),
     export_extra=export_whole,
+    written=True,
 )
 
 HUGGING_FACE = HuggingFaceFamily(

@@ -394,4 +394,6 @@ HUGGING_FACE = HuggingFaceFamily(
     spelling=spelling,
     architectures={WHOLE: "Qwen3OmniMoeForConditionalGeneration"},
     preprocessor=Preprocessor(write_preprocessor, read_preprocessor),
+    ids_read=tuple(("thinker_config", field.theirs) for field in THINKER_MAP.fields),
+    within={THINKER: "thinker_config"},
 )

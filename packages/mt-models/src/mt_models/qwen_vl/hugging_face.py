@@ -1,9 +1,9 @@
 """Qwen2.5-VL in Hugging Face's format, `qwen2_5_vl`.
 
 Configurations are read in the published layout, which has the decoder's keys beside `vision_config`, and in that of
-later versions of transformers, which has them in `text_config`. The former is written, which every version reads. So
-it is with names: `visual.` and `model.`, where modules of transformers 5 have `model.visual.` and
-`model.language_model.`.
+later versions of transformers, which has them in `text_config`. The former is written, which every version reads,
+unless ids of tokens are kept that a file in the latter has in `text_config`. So it is with names: `visual.` and
+`model.`, where modules of transformers 5 have `model.visual.` and `model.language_model.`.
 """
 
 from __future__ import annotations
@@ -162,10 +162,14 @@ def import_parts(external: Mapping[str, Any]) -> dict[str, Any]:
 def export_parts(model: Mapping[str, Any]) -> dict[str, Any]:
     config = QwenVLConfig.model_validate(model)
     vision = VISION.export_value(config.vision_model.model_dump(mode="json"))
-    return {
-        **export_decoder(config.decoder),
-        "vision_config": {"model_type": "qwen2_5_vl", **vision, "out_hidden_size": config.decoder.hidden_size},
-    }
+    vision = {"model_type": "qwen2_5_vl", **vision, "out_hidden_size": config.decoder.hidden_size}
+    text = export_decoder(config.decoder)
+    if "text_config" not in config.kept_token_ids:
+        return {**text, "vision_config": vision}
+    # The published layout has one place for ids of the text and of the whole; this file had two.
+    tied = text.pop("tie_word_embeddings")
+    text = {"model_type": "qwen2_5_vl_text", **text}
+    return {"text_config": text, "vision_config": vision, "tie_word_embeddings": tied}
 
 
 QWEN25_VL = ConfigMap(

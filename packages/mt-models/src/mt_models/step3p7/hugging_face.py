@@ -515,7 +515,9 @@ def export_extra(model: Mapping[str, Any]) -> dict[str, Any]:
 
 
 STEP3P7 = replace(
-    decoder_within(KIND, TEXT, KIND, ("projector_bias", "understand_projector_stride")), export_extra=export_extra
+    decoder_within(KIND, TEXT, KIND, ("projector_bias", "understand_projector_stride")),
+    export_extra=export_extra,
+    written=True,
 )
 
 HUGGING_FACE = HuggingFaceFamily(
@@ -527,4 +529,5 @@ HUGGING_FACE = HuggingFaceFamily(
     copies=tied_output,
     spelling=spelling,
     architectures={KIND: "Step3p7ForConditionalGeneration"},
+    within={TEXT_KIND: "text_config"},
 )
