@@ -207,14 +207,19 @@ def test_extreme_weights_never_run_past_a_data_set(write_tokens: Callable[..., s
         assert {int(dataset[k]["tokens"][0]) for k in range(len(dataset))} == {1, 2}
 
 
-def test_blend_without_weights_takes_each_sample_once(write_tokens: Callable[..., str], tokenizer: Any) -> None:
+def test_blend_without_weights_takes_each_sample_once(
+    write_tokens: Callable[..., str], tokenizer: Any, caplog: pytest.LogCaptureFixture
+) -> None:
     prefixes = [write_tokens("a", [[1] * 81]), write_tokens("b", [[2] * 41])]
     config = GPTDataConfig(data_path=prefixes, split="100")  # type: ignore[arg-type]
     dataset = built(config, tokenizer, request())
     assert sorted(int(dataset[k]["tokens"][0]) for k in range(len(dataset))) == [1] * 10 + [2] * 5
     assert len(built(config, tokenizer, request(samples=7))) == 7
-    with pytest.raises(DataError, match=r"needs 16 samples.* without weights has 15.*give weights"):
-        build_gpt(config, tokenizer, request(samples=16))
+    assert "repeated" not in caplog.text
+    # Twice as many are each data set twice.
+    dataset = built(config, tokenizer, request(samples=30))
+    assert sorted(int(dataset[k]["tokens"][0]) for k in range(30)) == [1] * 20 + [2] * 10
+    assert "takes 30 samples, and its blend of 2 data sets without weights has 15: each is repeated 2.0" in caplog.text
 
 
 def test_exact_samples(write_tokens: Callable[..., str], tokenizer: Any) -> None:

@@ -147,6 +147,40 @@ def test_one_long_document_has_training_and_validation(tmp_path: Path, prepared:
     assert [*train.tolist(), *valid.tolist()] == ids(novel.read_text())
 
 
+def gpt_of(paths: list[Path], part: str, samples: int | None, **keys: Any) -> Any:
+    config = GPTDataConfig(data_path=[str(path) for path in paths], seq_length=LENGTH, **keys)
+    return build_gpt(config, tokenizer(), SplitRequest(part, samples, LENGTH, 1))  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("size", [100, 12])
+def test_several_short_texts_have_training_and_validation(
+    size: int, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """A validation part below one sequence (100), and texts below one (12): together they are read as a folder is."""
+    paths = [tmp_path / f"{name}.txt" for name in "abc"]
+    for path in paths:
+        path.write_text(path.stem * size)
+    stream = np.array(ids(*(path.read_text() for path in paths)))
+    parts = {part: gpt_of(paths, part, 20) for part in ("train", "valid")}
+    border = round(0.969 * len(stream))
+    assert np.array_equal(parts["train"].source.file.read(1), stream[size + 1 : 2 * size + 2])
+    assert [parts["train"].source.begin, parts["train"].source.end] == [0, border]
+    assert [parts["valid"].source.begin, parts["valid"].source.end] == [border, round(0.999 * len(stream))]
+    assert caplog.text.count("too short to give each split a sample, so that the 3 data sets") == 1
+    assert f"{paths[1]} document 0 tokens" in "".join(map(parts["train"].describe, range(len(parts["train"]))))
+    seen = np.concatenate([parts["train"].tokens(number) for number in range(20)])
+    assert set(seen.tolist()) == set(stream[:border].tolist())
+
+
+def test_texts_of_less_than_a_sequence_together_are_refused(tmp_path: Path) -> None:
+    paths = [tmp_path / f"{name}.txt" for name in "ab"]
+    for path in paths:
+        path.write_text("1234567")
+    with pytest.raises(DataError, match=r'16 tokens, no more.*seq_length=16 takes \(17\).*split="1"'):
+        gpt_of(paths, "train", 4)
+    assert len(gpt_of(paths, "train", 4, split="1")) == 4
+
+
 def test_compressed_text_and_tables_in_a_folder(tmp_path: Path) -> None:
     """With the text under a key of one's own, read from each of them in the order of names."""
     pyarrow = pytest.importorskip("pyarrow")

@@ -6,6 +6,7 @@ Megatron's rule, computed in the same double-precision steps, so that orders are
 
 from __future__ import annotations
 
+import logging
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -18,6 +19,8 @@ from mt_core.errors import ConfigError, DataError
 from mt_core.interfaces import Dataset, SplitRequest
 from mt_data.datasets.cache import IndexCache, combined
 from mt_data.datasets.config import BlendEntry
+
+log = logging.getLogger(__name__)
 
 MAX_DATASETS = np.iinfo(np.int16).max
 
@@ -76,8 +79,9 @@ def build_blend(
     """The data set of one entry, or the blend of several, for `request`.
 
     Weighted: at least the samples requested, each data set repeated as often as that takes. Exact samples:
-    just these. Neither: each data set once, and no more than was requested.
-    Raises DataError when a blend without weights or with exact samples has less than was requested.
+    just these. Neither: each data set once, and no more than was requested; where that is less than was requested,
+    all are repeated alike, which a warning says.
+    Raises DataError when a blend with exact samples has less than was requested.
     """
     if len(entries) > MAX_DATASETS:
         raise ConfigError(f"a blend holds at most {MAX_DATASETS} data sets, here are {len(entries)}")
@@ -85,7 +89,7 @@ def build_blend(
         return build_one(entries[0], request.num_samples)
     if entries[0].weight is not None:
         return _by_weight(entries, request, build_one, surplus, cache)
-    return _exhaustive(entries, request, build_one, cache)
+    return _exhaustive(entries, request, build_one, surplus, cache)
 
 
 def _by_weight(
@@ -115,7 +119,7 @@ def _by_weight(
 
 
 def _exhaustive(
-    entries: Sequence[BlendEntry], request: SplitRequest, build_one: BuildOne, cache: IndexCache
+    entries: Sequence[BlendEntry], request: SplitRequest, build_one: BuildOne, surplus: float, cache: IndexCache
 ) -> BlendedDataset:
     datasets = [build_one(entry, entry.samples) for entry in entries]
     # Sizes are the weights, so that all data sets run out near the end of the blend.
@@ -123,20 +127,42 @@ def _exhaustive(
     for entry, dataset in zip(entries, datasets, strict=True):
         if len(dataset) < (entry.samples or 0):
             raise DataError(f"{entry.prefix} gives {len(dataset)} samples, fewer than samples={entry.samples}")
-    total = sum(sizes)
-    asked = request.num_samples
-    if asked is not None and asked > total:
-        raise DataError(
-            f"the {request.split} split needs {asked} samples, and its blend of {len(entries)} data sets "
-            f"{'names exactly' if entries[0].samples else 'without weights has'} {total}; "
-            f"{'raise the samples' if entries[0].samples else 'give weights, so that data sets repeat'}, or use "
-            "fewer samples (train.train_iters, train.eval_iters, train.global_batch_size)"
-        )
     # check_blend has made sure that either all entries have `samples` or none.
-    size = total if asked is None or entries[0].samples else asked
+    exact, total, asked = entries[0].samples is not None, sum(sizes), request.num_samples
+    if asked is not None and asked > total:
+        if not exact:
+            return _repeated(entries, sizes, request, build_one, surplus, cache)
+        raise DataError(
+            f"the {request.split} split needs {asked} samples, and its blend of {len(entries)} data sets names exactly "
+            f"{total}; raise the samples, or use fewer (train.train_iters, train.eval_iters, train.global_batch_size)"
+        )
+    size = total if asked is None or exact else asked
     key = {"sizes": sizes, "size": size}
     index = _cached(cache, key, lambda: build_exhaustive_blend_index(sizes, size))
     return BlendedDataset(datasets, index, [entry.prefix for entry in entries])
+
+
+def _repeated(
+    entries: Sequence[BlendEntry],
+    sizes: Sequence[int],
+    request: SplitRequest,
+    build_one: BuildOne,
+    surplus: float,
+    cache: IndexCache,
+) -> BlendedDataset:
+    """The blend with the sizes [data sets] of one epoch as weights, so that each sample is seen about as often."""
+    asked = request.num_samples or 0
+    log.warning(
+        "the %s split takes %d samples, and its blend of %d data sets without weights has %d: each is repeated %.1f "
+        "times (weights in the list give other shares)",
+        request.split,
+        asked,
+        len(entries),
+        sum(sizes),
+        asked / sum(sizes),
+    )
+    weighted = [entry.model_copy(update={"weight": float(size)}) for entry, size in zip(entries, sizes, strict=True)]
+    return _by_weight(weighted, request, build_one, surplus, cache)
 
 
 def _cached(cache: IndexCache, key: Mapping[str, object], build: Callable[[], BlendIndex]) -> BlendIndex:

@@ -16,8 +16,8 @@ from pydantic import Field, NonNegativeInt
 from mt_core.config.fields import Probability
 from mt_core.errors import ConfigError
 from mt_core.interfaces import SplitRequest, Tokenizer
-from mt_data.datasets.gpt import GPTDataConfig, GPTDataset, gpt_over_file
-from mt_data.datasets.opening import BuiltSplit, OpenedTokens, build_from_files
+from mt_data.datasets.gpt import GPTDataConfig, GPTDataset, build_gpt_files, gpt_over_file
+from mt_data.datasets.opening import BuiltSplit, OpenedTokens
 from mt_data.datasets.samples import SampleRules
 
 MARKS = ("prefix", "middle", "suffix")
@@ -103,7 +103,7 @@ def build_fim(config: FIMDataConfig, tokenizer: Tokenizer, request: SplitRequest
         samples = gpt_over_file(tokens, num_samples, config, sample_rules, request)
         return FIMDataset(samples, rules, tokenizer, request.seed)
 
-    return build_from_files(config, tokenizer, request, make, raw_text=config.raw_text_options())
+    return build_gpt_files(config, tokenizer, request, make)
 
 
 class FIMDataset:

@@ -16,10 +16,12 @@ from mt_core.interfaces import Split, SplitRequest, Tokenizer
 from mt_data.datasets.cache import index_progress
 from mt_data.datasets.config import IndexedDataConfig
 from mt_data.datasets.gpt_index import GPTIndex, GPTIndexPlan, Progress, build_gpt_index
-from mt_data.datasets.opening import BuiltSplit, OpenedTokens, build_from_files
+from mt_data.datasets.opening import BuiltSplit, MakeDataset, OpenedTokens, build_from_files
 from mt_data.datasets.raw_text import RawTextOptions
 from mt_data.datasets.samples import SampleRules, causal_sample
-from mt_data.datasets.splits import WHOLE, TokenRange, divides_documents, range_of_split
+from mt_data.datasets.splits import WHOLE, SplitFractions, TokenRange, divides_documents, range_of_split
+from mt_data.indexed.joined import JoinedReader
+from mt_data.indexed.reader import SequenceReader
 from mt_data.preprocess.encodings import check_encodings
 
 # -- builder of the index: NumPy, or loops that numba compiles; the arrays are the same --------------
@@ -123,7 +125,19 @@ def build_gpt(config: GPTDataConfig, tokenizer: Tokenizer, request: SplitRequest
     def make(tokens: OpenedTokens, num_samples: int | None) -> GPTDataset:
         return gpt_over_file(tokens, num_samples, config, rules, request)
 
-    return build_from_files(config, tokenizer, request, make, raw_text=config.raw_text_options())
+    return build_gpt_files(config, tokenizer, request, make)
+
+
+def build_gpt_files(
+    config: GPTDataConfig, tokenizer: Tokenizer, request: SplitRequest, make: MakeDataset
+) -> BuiltSplit:
+    """`build_from_files` for data sets whose `make` uses `gpt_over_file`."""
+
+    def is_too_short(tokens: OpenedTokens) -> bool:
+        return not _gives_each_split_a_sample(tokens, _tokens_of_a_sample(config, request))
+
+    raw_text = config.raw_text_options()
+    return build_from_files(config, tokenizer, request, make, raw_text=raw_text, is_too_short=is_too_short)
 
 
 def gpt_over_file(
@@ -144,6 +158,7 @@ def gpt_over_file(
         extra=int(config.add_extra_token_to_sequence),
         drop_last_partial=config.drop_last_partial_validation_sequence,
     )
+    _warn_of_repeated_text(plan, tokens)
 
     def build() -> dict[str, NDArray[np.integer]]:
         # Two units a document: one for its step of the shuffle, one for the walk that cuts samples.
@@ -156,18 +171,16 @@ def gpt_over_file(
     part = {"tokens": [source.begin, source.end]} if isinstance(source, TokenRange) else {}
     key = tokens.cache_key("gpt", elements, **plan.key(), **part)
     index = GPTIndex(**tokens.cache.get(key, build))
-    return GPTDataset(
-        source, index, plan, rules, tokens.name, lambda number: _document(reader.document_indices, number)
-    )
+    return GPTDataset(source, index, plan, rules, tokens.name, lambda number: _document(reader, number))
 
 
 def _part_of_split(tokens: OpenedTokens, config: GPTDataConfig, request: SplitRequest) -> TokenSource:
     """The token file, whose documents are divided as Megatron divides them; or the split's part of its tokens, where
     that would leave training or validation without a sample: of one long document, or a few short ones."""
     reader, fractions = tokens.reader, tokens.fractions
-    extra = int(config.add_extra_token_to_sequence)
-    shortest = request.sequence_length + extra if config.drop_last_partial_validation_sequence else 1 + extra
+    shortest = _tokens_of_a_sample(config, request)
     if fractions is WHOLE or divides_documents(reader, fractions, shortest):
+        _check_that_documents_can_be_divided(tokens, config, shortest)
         return reader
     part = range_of_split(reader, fractions, tokens.split)
     log.warning(
@@ -182,9 +195,68 @@ def _part_of_split(tokens: OpenedTokens, config: GPTDataConfig, request: SplitRe
     return part
 
 
-def _document(document_indices: NDArray[np.int64], sequence: int) -> str:
+def _check_that_documents_can_be_divided(tokens: OpenedTokens, config: GPTDataConfig, shortest: int) -> None:
+    """Raise DataError for a text of no more than a sample, of which a split gets no document."""
+    lengths = tokens.reader.sequence_lengths
+    total = int(lengths.sum(dtype=np.int64))
+    if not 0 < total <= shortest:
+        return
+    if empty := [split for split in _wanted(tokens.fractions) if not tokens.fractions.range_of(split, len(lengths))]:
+        raise DataError(
+            f"{tokens.name} has {total} tokens, no more than one sequence of data.seq_length={config.seq_length} takes "
+            f"({shortest}), and cannot be divided: the {empty[0]} split is empty; add text, make data.seq_length "
+            'smaller, or do without validation (data.split="1")'
+        )
+
+
+def _wanted(fractions: SplitFractions) -> list[Split]:
+    splits: tuple[Split, ...] = ("train", "valid")
+    return [split for split in splits if not fractions.is_zero(split)]
+
+
+def _tokens_of_a_sample(config: GPTDataConfig, request: SplitRequest) -> int:
+    """Fewest tokens of which training and validation can cut a sample."""
+    extra = int(config.add_extra_token_to_sequence)
+    return (request.sequence_length if config.drop_last_partial_validation_sequence else 1) + extra
+
+
+def _gives_each_split_a_sample(tokens: OpenedTokens, shortest: int) -> bool:
+    """Whether training and validation, where they have a share, get `shortest` tokens each."""
+    fractions, total = tokens.fractions, int(tokens.reader.sequence_lengths.sum(dtype=np.int64))
+    if fractions is WHOLE:
+        return total >= shortest
+    if total > shortest and divides_documents(tokens.reader, fractions, shortest):
+        return True
+    return all(len(fractions.range_of(split, total)) >= shortest for split in _wanted(fractions))
+
+
+def _warn_of_repeated_text(plan: GPTIndexPlan, tokens: OpenedTokens) -> None:
+    """Warn of a text that does not fill one sequence, whose samples all repeat it."""
+    length = plan.sequence_length + plan.extra
+    if plan.tokens_per_epoch >= length or plan.epochs == 1:
+        return
+    can_be_larger = tokens.split != "train" and tokens.fractions is not WHOLE
+    share = f", or give {tokens.split} a larger share (data.split)" if can_be_larger else ""
+    log.warning(
+        "the %s split of %s has %d tokens, fewer than one sequence (data.seq_length=%d, which takes %d): it is "
+        "repeated %d times in the %d samples of this run; add text, or make data.seq_length smaller%s",
+        tokens.split,
+        tokens.name,
+        plan.tokens_per_epoch,
+        plan.sequence_length,
+        length,
+        plan.epochs,
+        plan.num_samples,
+        share,
+    )
+
+
+def _document(reader: SequenceReader, sequence: int) -> str:
+    if isinstance(reader, JoinedReader):
+        part, number = reader.locate(sequence)
+        return f"{reader.names[part]} {_document(reader.readers[part], number)}"
     # The document before the first boundary beyond the sequence; empty documents have no sequence.
-    return f"document {int(np.searchsorted(document_indices, sequence, side='right')) - 1}"
+    return f"document {int(np.searchsorted(reader.document_indices, sequence, side='right')) - 1}"
 
 
 class TokenSource(Protocol):

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import functools
 import glob
 import json
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+import logging
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -18,8 +20,12 @@ from mt_data.datasets.config import DEFAULT_SPLIT, Blend, BlendEntry, IndexedDat
 from mt_data.datasets.raw_text import RawTextOptions, is_raw_text, tokenized
 from mt_data.datasets.splits import SPLITS, WHOLE, SplitFractions, parse_split
 from mt_data.indexed.dataset import IndexedDataset
+from mt_data.indexed.joined import JoinedReader
+from mt_data.indexed.reader import SequenceReader
 from mt_data.indexed.storage import is_remote
 from mt_data.tokenizers.base import BaseTokenizer
+
+log = logging.getLogger(__name__)
 
 BuiltSplit = Dataset | Mapping[str, Dataset] | None
 """A data set, several by name, or nothing."""
@@ -27,9 +33,9 @@ BuiltSplit = Dataset | Mapping[str, Dataset] | None
 
 @dataclass(frozen=True)
 class OpenedTokens:
-    """A token file and the split that is requested of it."""
+    """A token file (or several that are read as one) and the split that is requested of it."""
 
-    reader: IndexedDataset
+    reader: SequenceReader
     name: str
     """Name in the configuration: a prefix, or a file of raw text."""
     fractions: SplitFractions
@@ -77,11 +83,14 @@ def build_from_files(
     make: MakeDataset,
     *,
     raw_text: RawTextOptions | None = None,
+    is_too_short: Callable[[OpenedTokens], bool] | None = None,
 ) -> BuiltSplit:
     """The data set, or blend of data sets, of `request.split`; None for a split without data.
 
     With data.valid_data_paths the split "valid" is a mapping from name to data set.
     raw_text: how raw text is read; None takes token files only.
+    is_too_short: whether a token file cannot give each split a sample. Where one of several without weights is, they
+        are read as one file. It must not depend on `request.split`, so that splits stay apart.
     Raises ConfigError or DataError, which name the file and the key to change.
     """
 
@@ -89,13 +98,21 @@ def build_from_files(
         folder = cache_folder(config, sources.entries)
         cache = IndexCache(folder)
 
-        def build_one(entry: BlendEntry, num_samples: int | None) -> Dataset:
+        @functools.cache
+        def open_one(name: str) -> OpenedTokens:
             # Raw text is tokenized here, once for all three splits: its entry of the cache does not depend on the
             # split.
-            prefix = _token_file(entry.prefix, config, tokenizer, raw_text, folder)
+            prefix = _token_file(name, config, tokenizer, raw_text, folder)
             reader = open_tokens(prefix, config, tokenizer)
-            return make(OpenedTokens(reader, entry.prefix, sources.fractions, request.split, cache), num_samples)
+            return OpenedTokens(reader, name, sources.fractions, request.split, cache)
 
+        def build_one(entry: BlendEntry, num_samples: int | None) -> Dataset:
+            return make(open_one(entry.prefix), num_samples)
+
+        if is_too_short is not None and _could_be_one(sources.entries):
+            opened = [open_one(entry.prefix) for entry in sources.entries]
+            if short := [tokens.name for tokens in opened if is_too_short(tokens)]:
+                return make(_joined(opened, short), request.num_samples)
         surplus = config.mid_level_dataset_surplus
         return build_blend(sources.entries, request, build_one, surplus=surplus, cache=cache)
 
@@ -103,6 +120,28 @@ def build_from_files(
         return {name: build(SplitSources(entries, WHOLE)) for name, entries in config.valid_data_paths.items()}
     sources = split_sources(config, request.split)
     return None if sources is None else build(sources)
+
+
+def _could_be_one(entries: Sequence[BlendEntry]) -> bool:
+    return len(entries) > 1 and all(entry.weight is None and entry.samples is None for entry in entries)
+
+
+def _joined(opened: Sequence[OpenedTokens], short: Sequence[str]) -> OpenedTokens:
+    """The token files one after another, as the files of a folder are; `short` are the names that are too short."""
+    names = [tokens.name for tokens in opened]
+    # Once for a corpus: its other splits are read in the same way.
+    if opened[0].split == "train" or opened[0].fractions is WHOLE:
+        log.warning(
+            "%s: too short to give each split a sample, so that the %d data sets without weights are read as one text",
+            _listed(short),
+            len(names),
+        )
+    reader = JoinedReader([tokens.reader for tokens in opened], names)
+    return replace(opened[0], reader=reader, name=_listed(names))
+
+
+def _listed(names: Sequence[str]) -> str:
+    return ", ".join(names) if len(names) <= 3 else f"{names[0]} and {len(names) - 1} more"
 
 
 def _token_file(

@@ -36,6 +36,10 @@ class SequenceReader(ABC):
         """int64 [D], read-only: the first sequence of each document, then S. A document may be empty."""
 
     @property
+    def num_documents(self) -> int:
+        return len(self.document_indices) - 1
+
+    @property
     @abstractmethod
     def sequence_modes(self) -> NDArray[np.int8] | None:
         """int8 [S], read-only: 0 text, 1 image by convention. None unless multimodal."""
