@@ -7,9 +7,12 @@ from collections.abc import Iterator, Mapping
 from typing import Any
 
 import pytest
+import torch
 from tests.ckpt.family_cases import CASES, Case
 from tests.ckpt.larger_classes import LARGER_CLASSES
+from torch import nn
 
+from mt_ckpt.convert.reader_loss import token_inputs
 from mt_ckpt.hugging_face.family import family_named, read_config
 from mt_core.errors import ConfigError
 from mt_models.kept_token_ids import with_kept_ids
@@ -96,6 +99,37 @@ def test_an_id_that_a_key_of_the_model_has_follows_that_key(host) -> None:
     assert family.write_config(model.model_copy(update={"image_token_index": 51}))["image_token_id"] == 51
 
 
+@pytest.mark.parametrize(
+    ("name", "path", "value"),
+    [
+        ("mistral3", ("vision_config", "image_size"), 1120),
+        ("jamba", ("use_mamba_kernels",), False),
+        ("qwen3_5_text", ("rope_parameters", "mrope_section"), [1, 1, 0]),
+        ("qwen3_5_moe_text", ("rope_parameters", "mrope_section"), [1, 1, 0]),
+    ],
+)
+def test_other_values_that_text_does_not_depend_on_come_back(name, path, value, host) -> None:
+    config, family = config_of(CASES[name]), family_named(CASES[name].family, host)
+    external = contents(config)
+    for part in path[:-1]:
+        external[part] = dict(external[part])
+    at(external, path[:-1])[path[-1]] = value
+    model = read_config(family, external, host).model
+    back = contents(type(config).from_dict(family.write_config(model)))
+    assert at(back, path) == value
+    # Nothing beside it has changed.
+    without = family.write_config(read_config(family, contents(config), host).model)
+    expected = contents(type(config).from_dict(without))
+    at(expected, path[:-1])[path[-1]] = value
+    assert {**back, "rope_parameters": None} == {**expected, "rope_parameters": None}
+
+
+def at(table: dict[str, Any], path: tuple[str, ...]) -> Any:
+    for key in path:
+        table = table[key]
+    return table
+
+
 @pytest.mark.parametrize(("name", "case"), LARGER_CLASSES.items())
 def test_ids_of_towers_that_are_left_out_are_named(name, case, host) -> None:
     family = family_named(case.family, host)
@@ -110,6 +144,28 @@ def test_ids_of_towers_that_are_left_out_are_named(name, case, host) -> None:
     stated = family.ids_of_generation({**external, "bos_token_id": None, "eos_token_id": 98})
     assert stated["bos_token_id"] == external["text_config"]["bos_token_id"]
     assert stated["eos_token_id"] == 98
+
+
+@pytest.mark.parametrize("name", ["qwen3_vl", "gemma4 with sound", "kimi_k25"])
+def test_random_texts_are_without_ids_of_media(name, host) -> None:
+    """Of a small vocabulary nearly every text of random ids would have them."""
+    case = CASES[name]
+    external = {**contents(config_of(case)), "video_token_id": 4}
+    model = read_config(family_named(case.family, host), external, host).model
+    assert {model.image_token_index, 4} <= model.media_token_ids
+    few = 6
+    module = Module()
+    module.config = model.model_copy(update={"image_token_index": 3})
+    drawn = [token_inputs(module, few)["tokens"] for _ in range(2)]
+    assert not torch.isin(drawn[0], torch.tensor([3, 4])).any()
+    assert torch.equal(*drawn)
+
+
+class Module(nn.Module):
+    config: Any = None
+
+    def forward(self, tokens: torch.Tensor) -> torch.Tensor:
+        return tokens
 
 
 def test_an_id_of_a_part_that_is_not_written_is_refused() -> None:

@@ -75,6 +75,20 @@ def test_mock_documents(fake_tokenizer: Any) -> None:
     np.testing.assert_array_equal(tokens.read(longest, 4000), whole[4000:])
 
 
+def test_mock_documents_are_without_ids_of_media(fake_tokenizer: Any) -> None:
+    """A model takes pictures in their place, which these samples have not."""
+    request = SplitRequest("train", 4, 64, 1, frozenset({5, 7, 1000}))
+    dataset = build_mock(MockDataConfig(), fake_tokenizer(10, 9), request)
+    assert dataset is not None
+    drawn = {int(token) for index in range(4) for token in dataset[index]["tokens"]}
+    assert drawn == {0, 1, 2, 3, 4, 6, 8, 9}
+    documents = MockTokens(10, 9, request.media_token_ids)
+    np.testing.assert_array_equal(documents.read(0, 0, 9), [1, 2, 3, 4, 6, 8, 9, 0, 1])
+    assert (
+        documents.fingerprint() != MockTokens(10, 9).fingerprint() == MockTokens(10, 9, frozenset({10})).fingerprint()
+    )
+
+
 def test_mock_samples(fake_tokenizer: Any) -> None:
     dataset = build_mock(MockDataConfig(), fake_tokenizer(1000, 999), SplitRequest("valid", 10, 32, 1))
     assert dataset is not None

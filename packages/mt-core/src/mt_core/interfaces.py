@@ -88,12 +88,14 @@ class SplitRequest:
     """What the trainer requests of a data set.
 
     num_samples is None for all samples of one epoch. sequence_length counts the model's input positions.
+    media_token_ids: of the model, see `ModelConfig`.
     """
 
     split: Split
     num_samples: int | None
     sequence_length: int
     seed: int
+    media_token_ids: frozenset[int] = frozenset()
 
 
 @dataclass(frozen=True)

@@ -43,7 +43,8 @@ CHOOSING_HEAD = "multichoice_head"
 def token_inputs(model: nn.Module, vocab_size: int) -> dict[str, Tensor] | None:
     """The same few ids for every input that must be given; None if something else must be given.
 
-    int64 [1, NUM_TOKENS], or [1, 2, NUM_TOKENS] for a model that chooses one of several texts.
+    int64 [1, NUM_TOKENS], or [1, 2, NUM_TOKENS] for a model that chooses one of several texts. Without ids in whose
+    place a model takes pictures or sounds.
     """
     parameters = inspect.signature(model.forward).parameters.values()
     # Inputs without a default; a mask or positions may be left out.
@@ -53,7 +54,9 @@ def token_inputs(model: nn.Module, vocab_size: int) -> dict[str, Tensor] | None:
     # Seeded: both models of a comparison get the same ids.
     generator = torch.Generator().manual_seed(0)
     shape = (1, 2, NUM_TOKENS) if hasattr(model, CHOOSING_HEAD) else (1, NUM_TOKENS)
-    return {name: torch.randint(0, vocab_size, shape, generator=generator) for name in needed}
+    media: frozenset[int] = getattr(getattr(model, "config", None), "media_token_ids", frozenset())
+    left = torch.tensor([token for token in range(vocab_size) if token not in media])
+    return {name: left[torch.randint(0, len(left), shape, generator=generator)] for name in needed}
 
 
 TOLERANCE = 1e-3

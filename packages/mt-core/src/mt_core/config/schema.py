@@ -74,6 +74,11 @@ class ModelConfig(Section):
         return getattr(self, "num_layers", None)
 
     @property
+    def media_token_ids(self) -> frozenset[int]:
+        """Ids in whose place texts have features of pictures, videos or sounds; random texts are without them."""
+        return frozenset()
+
+    @property
     def pipeline_layout(self) -> str | None:
         """The stages that the model's own keys prescribe, as parallel.pipeline_model_parallel_layout has them."""
         return None

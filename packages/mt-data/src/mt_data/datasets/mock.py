@@ -33,12 +33,14 @@ class MockDataConfig(DataConfig):
 class MockTokens:
     """100,000 documents 1, 2, 3, ... (modulo the vocabulary) of 0 to 4094 numbers, each with the eod id behind.
 
-    The lengths and ids are those of Megatron's mock data.
+    The lengths and ids are those of Megatron's mock data. left_out: ids that are not counted, of a model that has
+    pictures or sounds in their place.
     """
 
-    def __init__(self, vocab_size: int, eod: int) -> None:
+    def __init__(self, vocab_size: int, eod: int, left_out: frozenset[int] = frozenset()) -> None:
         self.vocab_size = vocab_size
         self.eod = eod
+        self.left_out = frozenset(token for token in left_out if token < vocab_size)
 
     @cached_property
     def sequence_lengths(self) -> NDArray[np.int32]:
@@ -46,16 +48,21 @@ class MockTokens:
         random = np.random.default_rng(LENGTH_SEED)
         return random.integers(1, LONGEST + 1, DOCUMENTS, dtype=np.int32)
 
+    @cached_property
+    def _counted(self) -> NDArray[np.int64]:
+        return np.setdiff1d(np.arange(self.vocab_size), sorted(self.left_out))
+
     def fingerprint(self) -> str:
         """What the documents follow from."""
-        return combined(["mock", self.vocab_size, self.eod])
+        return combined(["mock", self.vocab_size, self.eod, *sorted(self.left_out)])
 
     def read(self, index: int, offset: int = 0, length: int | None = None) -> np.ndarray:
         """Tokens [length] of a document from `offset` on; all the rest by default."""
         end = int(self.sequence_lengths[index])
         stop = end if length is None else offset + length
         # Token k of a document is k + 1, computed from the place: nothing is stored.
-        tokens = np.arange(offset + 1, stop + 1, dtype=np.int64) % self.vocab_size
+        places = np.arange(offset + 1, stop + 1, dtype=np.int64)
+        tokens = self._counted[places % len(self._counted)] if self.left_out else places % self.vocab_size
         if stop == end:
             tokens[-1:] = self.eod
         return tokens
@@ -68,7 +75,7 @@ def build_mock(config: MockDataConfig, tokenizer: Tokenizer, request: SplitReque
         return None
     if tokenizer.special.eod is None:
         raise ConfigError('data.dataset_type="mock" ends documents, and the tokenizer has no end-of-document id')
-    tokens = MockTokens(tokenizer.vocab_size, tokenizer.special.eod)
+    tokens = MockTokens(tokenizer.vocab_size, tokenizer.special.eod, request.media_token_ids)
     elements = fractions.range_of(request.split, DOCUMENTS)
     if len(elements) == 0:
         raise DataError(

@@ -40,6 +40,8 @@ class JambaConfig(RMSNormDecoderConfig):
     """A bias for each channel of the convolution."""
     mamba_proj_bias: bool = False
     """Biases in the input and output projections of a mixer."""
+    use_mamba_kernels: bool = True
+    """What config.json says of other programs' kernels, kept for them; here mamba_scan_backend chooses."""
     mamba_scan_backend: Literal["auto", "torch", "triton"] = "auto"
     """What computes the recurrence: torch, mt's Triton kernels (on a GPU in bf16, at most 64 numbers of the state for
     each channel), or auto, which is torch."""

@@ -114,6 +114,13 @@ class VisionLanguageConfig(ModelConfig):
         return self.language_model.stacked_layers
 
     @property
+    def media_token_ids(self) -> frozenset[int]:
+        """Also those that transformers' class knows and this one does not."""
+        names = {f"{medium}_token_{end}" for medium in ("image", "video", "audio") for end in ("index", "id")}
+        ids = [getattr(self, name, None) for name in names] + [self.kept_token_ids.get(name) for name in names]
+        return frozenset(token for token in ids if isinstance(token, int))
+
+    @property
     def pipeline_layout(self) -> str | None:
         return self.language_model.pipeline_layout
 

@@ -7,7 +7,7 @@ from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import BeforeValidator, Field
 
-from mt_core.config.fields import NonNegativeInt, PositiveFloat
+from mt_core.config.fields import NonNegativeInt, PositiveFloat, PositiveInt
 from mt_core.config.schema import Config
 from mt_core.config_map import MegatronMap
 from mt_core.errors import ConfigError
@@ -43,6 +43,9 @@ class PixtralVisionConfig(MergedPatchConfig):
     """Activation of the gated feed-forward."""
     rotary_base: PositiveFloat = 10000.0
     """Base of the rotary wavelengths."""
+    image_size: PositiveInt | None = None
+    """Longest edge of images in pixels that the config.json of a converted model names, kept for other programs: the
+    tower takes images of any size. Default: that of published models."""
 
     # Values of the shared blocks' keys that are not those of other encoders.
 

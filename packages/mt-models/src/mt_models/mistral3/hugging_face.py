@@ -83,12 +83,12 @@ VISION = ConfigMap(
         Field("num_attention_heads", "num_attention_heads", default=16),
         Field("intermediate_size", "ffn_hidden_size", default=4096),
         Field("num_channels", "num_channels", default=3),
+        Field("image_size", "image_size"),
         Field("initializer_range", "init_method_std", float, default=0.02),
     ),
     fixed=(Fixed("attention_dropout", (0.0,)), *NOT_A_CHOICE),
     ignored={
         **IGNORED,
-        "image_size": "of the image processor",
         "head_dim": "is hidden_size / num_attention_heads in the class, whatever it says",
         "vocab_size": "a tower reads no words",
         "tie_word_embeddings": "a tower reads no words",
@@ -124,7 +124,7 @@ def export_parts(model: Mapping[str, Any]) -> dict[str, Any]:
     edge = config.image_data_keys["max_pixels"] ** 0.5
     return {
         "text_config": text,
-        "vision_config": {"model_type": "pixtral", **vision, "image_size": int(edge)},
+        "vision_config": {"model_type": "pixtral", **vision, "image_size": config.vision_model.image_size or int(edge)},
         "spatial_merge_size": config.vision_model.spatial_merge_size,
         "tie_word_embeddings": not config.decoder.untie_embeddings_and_output_weights,
     }

@@ -8,6 +8,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import Field
 
+from mt_core.config.fields import NonNegativeInt
 from mt_core.config.schema import Config
 from mt_core.config_map import MegatronMap
 from mt_core.errors import ConfigError
@@ -38,6 +39,10 @@ class QwenNextConfig(PredictionKeys, DeltaNetKeys, RMSNormDecoderConfig):
     (qwen3_next), or in four and experts packed (qwen3_5). It changes nothing that is computed."""
     rotary_percent: Annotated[float, Field(gt=0, le=1)] = 0.25
     """Share of each attention head that positions rotate."""
+    mrope_section: Annotated[list[NonNegativeInt], Field(min_length=3, max_length=3)] | None = None
+    """Pairs of rotated channels of a head that turn by a picture's position in time, height and width (qwen3_5). The
+    three are equal in text: they change nothing here, and are kept for programs that take pictures. Default: that of
+    these programs."""
     mtp_num_layers: Literal[0, 1] = 0
     """1: a further layer of attention predicts the token after the next one, in training."""
 

@@ -193,13 +193,15 @@ def write(external: External) -> dict[str, Any]:
         )
     shape = write_shape(external)
     rotated = int(shape["attention.key_length"] * float(external["partial_rotary_factor"]))
+    of_pictures = (external.get("rope_scaling") or {}).get("mrope_section")
+    stated = None if of_pictures is None else [*of_pictures, 0]
     return {
         **shape,
         "rope.dimension_count": rotated,
         "ssm.inner_size": external["linear_value_head_dim"] * external["linear_num_value_heads"],
         INTERVAL: interval,
         # Channels that turn by the time, height and width of a picture; in text the three are equal.
-        **({} if architecture == "qwen3next" else {"rope.dimension_sections": sections(rotated // 2)}),
+        **({} if architecture == "qwen3next" else {"rope.dimension_sections": stated or sections(rotated // 2)}),
     }
 
 

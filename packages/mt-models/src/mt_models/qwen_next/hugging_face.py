@@ -47,7 +47,7 @@ from mt_models.blocks.hugging_face_moe import (
 )
 from mt_models.blocks.hugging_face_tower import decoder_within
 from mt_models.blocks.moe import ANY, MoEOptions, frequency_of
-from mt_models.hugging_face import IGNORED, NOT_A_CHOICE, HuggingFaceFamily, tied_output
+from mt_models.hugging_face import IGNORED, NOT_A_CHOICE, HuggingFaceFamily, require_value, tied_output
 from mt_models.qwen_next.config import QwenNextConfig
 
 NEXT, DENSE, SPARSE = "qwen3_next", "qwen3_5_text", "qwen3_5_moe_text"
@@ -152,6 +152,7 @@ MOE_KEYS = (
     "num_experts", "num_experts_per_tok", "moe_intermediate_size", "shared_expert_intermediate_size",
     "router_aux_loss_coef",
 )  # fmt: skip
+SECTIONS = "mrope_section"
 KEYS = (*ROPE_KEYS, "partial_rotary_factor", "layer_types", "full_attention_interval", MTP, ALSO_MTP)
 
 
@@ -167,7 +168,11 @@ def _import_positions(external: Mapping[str, Any]) -> dict[str, Any]:
     rotated = table.pop("partial_rotary_factor")
     # Which channels turn by the time, height and width of a picture. The three are equal in text.
     table.pop("mrope_interleaved", None)
-    return {**import_rope({"rope_parameters": table}), "rotary_percent": float(rotated)}
+    values = {**import_rope({"rope_parameters": table}), "rotary_percent": float(rotated)}
+    sections = next(
+        (external[key].get(SECTIONS) for key in ("rope_parameters", "rope_scaling") if external.get(key)), None
+    )
+    return values if sections is None else {**values, SECTIONS: list(sections)}
 
 
 def _import_common(external: Mapping[str, Any]) -> dict[str, Any]:
@@ -199,7 +204,8 @@ def import_next(external: Mapping[str, Any]) -> dict[str, Any]:
         experts > 0 and layer not in dense and (layer + 1) % step == 0 for layer in range(external["num_hidden_layers"])
     ]
     moe = {"moe": _import_moe(external, layers, experts=512, topk=10)} if any(layers) else {}
-    return {"generation": NEXT, **_import_common(external), **moe}
+    # The class of this generation takes no pictures.
+    return {"generation": NEXT, **_import_common(external), SECTIONS: None, **moe}
 
 
 def import_dense(external: Mapping[str, Any]) -> dict[str, Any]:
@@ -242,6 +248,7 @@ def _export_moe(moe: MoEOptions, kind: str, **allowed: tuple[Any, ...]) -> dict[
 
 def export_next(model: Mapping[str, Any]) -> dict[str, Any]:
     config = QwenNextConfig.model_validate(model)
+    require_value(config, SECTIONS, (None,), NEXT)
     values = {**_export_common(config), "decoder_sparse_step": 1, ALSO_MTP: config.mtp_num_layers}
     if config.moe is None:
         return {**values, "mlp_only_layers": list(range(config.num_layers))}
@@ -256,7 +263,15 @@ def export_next(model: Mapping[str, Any]) -> dict[str, Any]:
 
 def export_dense(model: Mapping[str, Any]) -> dict[str, Any]:
     config = QwenNextConfig.model_validate(model)
-    return {**_export_common(config), **_predicted(config)}
+    return {**_export_common(config), **_sections(config), **_predicted(config)}
+
+
+def _sections(config: QwenNextConfig) -> dict[str, Any]:
+    """rope_scaling with the sections of pictures, of a model that has them."""
+    if config.mrope_section is None:
+        return {}
+    scaling = export_rope(config)["rope_scaling"] or {"rope_type": "default"}
+    return {"rope_scaling": {**scaling, SECTIONS: config.mrope_section, "mrope_interleaved": True}}
 
 
 def export_sparse(model: Mapping[str, Any]) -> dict[str, Any]:
@@ -267,7 +282,12 @@ def export_sparse(model: Mapping[str, Any]) -> dict[str, Any]:
             f"model.moe.moe_layer_freq={moe['moe_layer_freq']} cannot be written as a Hugging Face {SPARSE}, whose "
             "layers all have experts; model.generation=qwen3_next can be written with dense layers too"
         )
-    values = {**_export_common(config), **_export_moe(moe, SPARSE, moe_layer_freq=ANY), **_predicted(config)}
+    values = {
+        **_export_common(config),
+        **_sections(config),
+        **_export_moe(moe, SPARSE, moe_layer_freq=ANY),
+        **_predicted(config),
+    }
     # The class has no dense layers and no such field.
     del values["intermediate_size"]
     return values

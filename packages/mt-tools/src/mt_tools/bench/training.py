@@ -98,10 +98,10 @@ PROFILED = 3
 
 
 class RandomTokens:
-    """Samples of random token ids, as many as requested."""
+    """Samples of random token ids, as many as requested. left_out: ids in whose place 0 is."""
 
-    def __init__(self, vocabulary: int, sequence: int) -> None:
-        self.vocabulary, self.sequence = vocabulary, sequence
+    def __init__(self, vocabulary: int, sequence: int, left_out: Iterable[int] = ()) -> None:
+        self.vocabulary, self.sequence, self.left_out = vocabulary, sequence, list(left_out)
 
     def __len__(self) -> int:
         return 10**12  # more than any benchmark takes
@@ -109,6 +109,7 @@ class RandomTokens:
     def __getitem__(self, index: int) -> Mapping[str, np.ndarray]:
         # Labels are the tokens shifted by one.
         ids = np.random.default_rng(index).integers(0, self.vocabulary, self.sequence + 1)
+        ids[np.isin(ids, self.left_out)] = 0
         positions, mask = np.arange(self.sequence), np.ones(self.sequence, np.float32)
         return {"tokens": ids[:-1], "labels": ids[1:], "loss_mask": mask, "position_ids": positions}
 
@@ -130,7 +131,7 @@ class TimedRun:
         loaded = load_config(preset=preset, overrides=settings, host=host)
         vocabulary = loaded.config.model.vocab_size
         assert vocabulary is not None  # each preset names it
-        data = RandomTokens(vocabulary, loaded.config.data.seq_length)
+        data = RandomTokens(vocabulary, loaded.config.data.seq_length, loaded.config.model.media_token_ids)
         self.last_loss = LastLoss()
         self.trainer = Trainer(loaded, host=host, train_data=data, valid_data={}, callbacks=[self.last_loss])
         self.trainer.model.train()
