@@ -114,6 +114,17 @@ YAML: dict[str, tuple[int, dict[str, Any]]] = {
             "precision.dtype": "bf16",
         },
     ),
+    "functional_streams.yaml": (
+        2,
+        {
+            "model.family": "hybrid",
+            "model.enable_mhc_connections": True,
+            "model.mhc_num_residual_streams": 3,
+            "model.mhc_sinkhorn_iterations": 5,
+            "model.mhc_init_gating_factor": None,
+            "recompute.recompute_modules": ["mhc"],
+        },
+    ),
     "functional_test.yaml": (1, {"data.dataset_type": "mock", "model.num_layers": 2, "precision.dtype": None}),
 }
 

@@ -13,7 +13,7 @@ from tests.models.moe_reference import settings
 from tests.models.plugin_host import host
 
 from mt_core.config.loading import load_config
-from mt_tools.verify.comparison import compare
+from mt_tools.verify.comparison import Difference, compare
 from mt_tools.verify.run_record import RunRecord, record_run
 
 pytestmark = [pytest.mark.dist, pytest.mark.slow]
@@ -122,6 +122,36 @@ MODELS = {
             "moe_shared_expert_intermediate_size": 16,
             "moe_router_load_balancing_type": ["seq_aux_loss"],
         },
+    },
+    "gpt on streams": {
+        "family": "gpt",
+        **SHAPE,
+        "norm_epsilon": 0.1,
+        "max_position_embeddings": 64,
+        "enable_mhc_connections": True,
+        "mhc_num_residual_streams": 3,
+        "mhc_sinkhorn_iterations": 4,
+        # With Megatron's 0.01 streams hardly differ, and what their mixture learns is rounding.
+        "mhc_init_gating_factor": 1.0,
+        "init_method_std": 0.3,
+    },
+    "hybrid on streams": {
+        "family": "hybrid",
+        **{key: value for key, value in SHAPE.items() if key != "num_layers"},
+        "norm_epsilon": 0.1,
+        "hybrid_layer_pattern": "M*E-",
+        "num_query_groups": 2,
+        "mamba_head_dim": 8,
+        "mamba_state_dim": 6,
+        "mamba_num_groups": 2,
+        "mamba_chunk_size": 8,
+        "enable_mhc_connections": True,
+        "mhc_num_residual_streams": 2,
+        "mhc_sinkhorn_iterations": 4,
+        # With Megatron's 0.01 streams hardly differ, and what their mixture learns is rounding.
+        "mhc_init_gating_factor": 1.0,
+        "init_method_std": 0.3,
+        "moe": {key: value for key, value in EXPERTS.items() if key != "moe_layer_freq"},
     },
     "mistral_large4 that learns": {
         "family": "mistral_large4",
@@ -234,10 +264,28 @@ LAYOUTS: list[tuple[str, int, tuple[str, ...]]] = [
     ("deepseek_v4 that learns and predicts", 2, (TP2, SGD)),
     ("deepseek_v4 that learns and predicts", 2, (EP2, FULL, BATCH4, SGD)),
     ("deepseek_v4 that learns and predicts", 4, (TP2, SP, PP2, ZERO, SGD)),
+    ("gpt on streams", 2, (TP2, SP, SGD)),
+    ("gpt on streams", 2, (CP2, ZERO, SGD)),
+    ("gpt on streams", 4, (TP2, SP, PP2, ZERO, SGD)),
+    ("hybrid on streams", 2, (PP2, FULL, SGD)),
+    ("hybrid on streams", 2, (EP2, ZERO, BATCH4, SGD)),
+    ("hybrid on streams", 4, (TP2, SP, PP2, SGD)),
     ("deepseek that predicts", 2, (EP2, FULL, BATCH4)),
     ("deepseek that predicts", 4, (TP2, SP, PP2)),
     ("deepseek that predicts, tied", 2, (PP2,)),
 ]
+
+
+def mixes_equal_streams(difference: Difference) -> bool:
+    """The scale by which the first block's mixture of streams depends on the token: streams are equal there, so that
+    its gradient is 0 but for rounding."""
+    return (
+        ".layers.0." in difference.name
+        and "hyper_connection.alpha_res" in difference.name
+        and "mlp_" not in difference.name
+    )
+
+
 RUNS = InTurn(
     run,
     [(world, (model, layout)) for model, world, layout in LAYOUTS],
@@ -259,4 +307,6 @@ def test_a_layout_computes_what_one_process_does(model, world, layout) -> None:
     assert len(names) >= 20
     if "predicts" in model:
         assert any(name.startswith("mtp.layers.0.mtp_model_layer.self_attention") for name in names)
-    assert not [str(difference) for difference in differences if difference.too_large]
+    assert not [
+        str(difference) for difference in differences if difference.too_large and not mixes_equal_streams(difference)
+    ]

@@ -38,6 +38,7 @@ HYBRID = {
     "ffn_hidden_size": 48,
     **MIXER,
 }
+STREAMS = {"enable_mhc_connections": True, "mhc_num_residual_streams": 3, "mhc_init_gating_factor": 0.5}
 YARN = {
     "rope_scaling_type": "yarn",
     "rope_scaling_factor": 8.0,
@@ -197,6 +198,8 @@ MODELS: dict[str, dict[str, Any]] = {
         "add_bias_linear": True,
         "moe": {"num_experts": 4},
     },
+    "gpt_streams": {**GPT, **STREAMS},
+    "hybrid_streams": {**HYBRID, **STREAMS, "hybrid_layer_pattern": "M-M*M*M-"},
 }
 UNCUT = ("t5",)
 """Models that are not cut into pipeline stages."""

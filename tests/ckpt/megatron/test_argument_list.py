@@ -85,7 +85,7 @@ KINDS = ("is_hybrid_model", "multi_latent_attention", "hybrid_layer_pattern", "h
 """Arguments that say what kind of model it is, which the tensors contradict."""
 
 
-OF_GPT = ("use_mup", "mtp_num_layers")
+OF_GPT = ("use_mup", "mtp_num_layers", "enable_mhc_connections", "enable_hyper_connections")
 """Arguments that the family gpt reads."""
 
 

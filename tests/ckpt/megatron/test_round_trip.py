@@ -26,7 +26,17 @@ from mt_core.checkpoint_specs import CHECKPOINT_LOADERS, CHECKPOINT_SAVERS, Conv
 from mt_core.config.loading import config_from_dict
 from mt_core.errors import CheckpointError, ConfigError
 
-NEVER_OLD = (*MOE_MODELS, "latent_dense", "mamba", "hybrid", "t5", "qwen3", "bert_no_heads")
+NEVER_OLD = (
+    *MOE_MODELS,
+    "latent_dense",
+    "mamba",
+    "hybrid",
+    "gpt_streams",
+    "hybrid_streams",
+    "t5",
+    "qwen3",
+    "bert_no_heads",
+)
 """Models that Megatron had only after its names changed, or that the old names do not tell apart."""
 GRIDS = [(1, 1, 1), (2, 1, 1), (4, 1, 1), (1, 2, 1), (2, 2, 1), (1, 2, 2), (2, 4, 1)]
 

@@ -53,7 +53,7 @@ def read_formula(
     x: Tensor, products: Tensor, bias: Tensor, scale: Tensor, connection: Connection
 ) -> tuple[Tensor, ...]:
     """Token by token."""
-    n, (epsilon, floor, iterations) = int(products.shape[-1] ** 0.5), connection
+    n, (epsilon, floor, iterations, _) = int(products.shape[-1] ** 0.5), connection
     inputs, posts, matrices = [], [], []
     for token, numbers in zip(x.flatten(0, 1), products.flatten(0, 1), strict=True):
         z = numbers / (token @ token / len(token) + epsilon).sqrt()

@@ -69,6 +69,7 @@ REQUIRED: Mapping[str, tuple[tuple[Any, ...], str]] = {
     "use_mup": ((False,), "maximal-update scaling"),
     "mrope_section": ((None,), "multimodal rotary positions"),
     "enable_mhc_connections": ((False,), "hyper-connections"),
+    "enable_hyper_connections": ((False,), "hyper-connections"),
     "moe_mlp_glu_interleave_size": ((None,), "gate and up rows in turns"),
     "moe_shared_expert_glu_interleave_size": ((None,), "gate and up rows of shared experts in turns"),
     "moe_apply_probs_on_input": ((False,), "weights of the router on the experts' inputs"),
@@ -103,6 +104,8 @@ READ = (
     *("hybrid_mlp_ratio", "make_vocab_size_divisible_by", "transformer_impl"),
     *("mup_base_hidden_size", "mup_width_mult", "mup_embedding_mult", "mup_output_mult", "mup_base_head_dim"),
     "mup_attn_scale_power",
+    *("mhc_num_residual_streams", "num_residual_streams", "mhc_sinkhorn_iterations", "mhc_init_gating_factor"),
+    "mhc_single_pass",
     # MoE
     *("num_experts", "moe_layer_freq", "moe_router_topk", "moe_router_score_function", "moe_router_pre_softmax"),
     *("moe_router_num_groups", "moe_router_group_topk", "moe_router_topk_scaling_factor", "moe_router_dtype"),

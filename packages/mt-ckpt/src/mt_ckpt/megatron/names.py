@@ -38,6 +38,15 @@ RENAMED: Mapping[str, str] = {
     f"decoder.final_norm.{leaf}": f"decoder.final_layernorm.{leaf}" for leaf in ("weight", "bias")
 }
 """Names of models with Mamba layers -> canonical."""
+STREAM_HEAD: Mapping[str, str] = {
+    "decoder.hc_head_fn": "decoder.hyper_head.weight",
+    "decoder.hc_head_base": "decoder.hyper_head.bias",
+    "decoder.hc_head_scale": "decoder.hyper_head.scale",
+}
+"""The sum of residual streams behind the last layer -> canonical."""
+_STREAM_HEAD = {canonical: stored for stored, canonical in STREAM_HEAD.items()}
+INNER, CONNECTION = ".inner_layer.", "hyper_connection."
+"""In models with Mamba layers, a layer is kept within its connection with residual streams."""
 _HYBRID = {canonical: stored for stored, canonical in RENAMED.items()}
 EMBEDDING, OUTPUT = "embedding.word_embeddings.weight", "output_layer.weight"
 EXPERTS = ".mlp.experts."
@@ -47,6 +56,7 @@ CONVOLUTION, PREDICTION = ".mixer.conv1d.", ".mtp_model_layer."
 DIST_RENAMED: Mapping[str, str] = {PREDICTION: ".transformer_layer."}
 """`Style.renamed` of the `torch_dist` format, the same in all versions."""
 _LAYER = re.compile(r"^(encoder|decoder)\.layers\.(\d+)\.")
+_WITHIN = re.compile(r"^(decoder\.layers\.\d+)\.(?!hyper_connection\.)")
 # What stands before the modules of a layer, in a stack or in a depth of multi-token prediction.
 _STEM = re.compile(r"^(?:(?:encoder|decoder)\.layers\.\d+|mtp\.layers\.\d+\.mtp_model_layer)\.")
 _OLDER = (
@@ -83,7 +93,7 @@ def parse(stored: str) -> StoredName:
     for linear, norm in FUSED_NORMS.items():
         name = name.replace(f".{linear}.layer_norm_", f".{norm}.")
     name = DUPLICATES.get(name, name)
-    name = RENAMED.get(name, name)
+    name = STREAM_HEAD.get(RENAMED.get(name, name), RENAMED.get(name, name)).replace(INNER, ".")
     for form in _EXPERT_FORMS:
         if match := form.fullmatch(name):
             return StoredName(f"{match['stem']}.{match['leaf']}", int(match["expert"]))
@@ -106,8 +116,11 @@ class Style:
     apart: Collection[str] = ()
     renamed: Mapping[str, str] = field(default_factory=dict)
     _norms: Mapping[str, str] = field(init=False, repr=False)
+    _connected: bool = field(init=False, repr=False)
 
     def __post_init__(self) -> None:
+        connected = any(f".{CONNECTION}" in name for name in self.parameters)
+        object.__setattr__(self, "_connected", self.hybrid and connected)
         object.__setattr__(self, "_norms", dict(self._fused_norms()) if self.fused != "never" else {})
 
     def _fused_norms(self) -> Iterable[tuple[str, str]]:
@@ -130,6 +143,9 @@ class Style:
             name = f"{self._norms[module]}.layer_norm_{leaf}"
         elif self.hybrid:
             name = _HYBRID.get(name, name)
+        name = _STREAM_HEAD.get(name, name)
+        if self._connected:
+            name = _WITHIN.sub(rf"\1{INNER}", name)
         for canonical, stored in self.renamed.items():
             name = name.replace(canonical, stored)
         return name

@@ -39,7 +39,7 @@ DATA = ("seq_length", "reset_position_ids", "reset_attention_mask", "eod_mask_lo
 TRAIN = ("micro_batch_size", "global_batch_size", "train_samples", "train_iters", "seed")
 LOSS_SCALE = ("loss_scale", "initial_loss_scale", "min_loss_scale", "loss_scale_window", "hysteresis")
 TOKENIZER_FILES = ("vocab_file", "merge_file", "tokenizer_model")
-RECOMPUTED = ("core_attn", "layernorm", "mlp", "moe", "moe_act", "shared_experts")
+RECOMPUTED = ("core_attn", "layernorm", "mhc", "mlp", "moe", "moe_act", "shared_experts")
 """Modules that both can recompute."""
 WRITTEN: Mapping[str, tuple[str, ...]] = {
     "data": DATA,

@@ -120,6 +120,7 @@ FIRST_VERSIONS: Mapping[Version, Mapping[str, Any]] = {
         "activation_func_clamp_value": None,
     },
     (0, 16): {"moe_latent_size": None, "moe_shared_expert_gate": False},
+    (0, 18): {"enable_mhc_connections": False},
 }
 """First version -> the arguments of a model that it added -> what versions before it compute (or makes that)."""
 FIRST_POSITIONS: Mapping[str, Version] = {"yarn": (0, 15), "relative": (0, 11)}

@@ -121,6 +121,11 @@ def check_recompute(config: Config) -> None:
             "recompute.recompute_granularity=selective with no recompute.recompute_modules computes nothing again; "
             "name some, such as core_attn, or remove both"
         )
+    if "mhc" in recompute.recompute_modules and not getattr(config.model, "enable_mhc_connections", False):
+        raise ConfigError(
+            "recompute.recompute_modules has mhc, hyper-connections, which this model has not; remove it, or set "
+            "model.enable_mhc_connections=true where model.family has the key"
+        )
     if "mla_up_proj" in recompute.recompute_modules and not hasattr(config.model, "kv_lora_rank"):
         raise ConfigError(
             "recompute.recompute_modules has mla_up_proj, the way up from latents; "

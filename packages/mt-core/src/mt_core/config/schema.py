@@ -362,7 +362,7 @@ class KernelsConfig(Section):
     """Weights, Sinkhorn's iterations and sums of hyper-connections. auto: torch."""
 
 
-RecomputedModule = Literal["core_attn", "layernorm", "mlp", "mla_up_proj", "moe", "moe_act", "shared_experts"]
+RecomputedModule = Literal["core_attn", "layernorm", "mhc", "mlp", "mla_up_proj", "moe", "moe_act", "shared_experts"]
 
 
 class RecomputeConfig(Section):
@@ -372,7 +372,8 @@ class RecomputeConfig(Section):
     """`selective` recomputes the modules of recompute_modules, `full` keeps only the inputs of layers."""
     recompute_modules: list[RecomputedModule] = used_when(["core_attn"], recompute_granularity="selective")
     """What `selective` recomputes: scores and softmax of attention, dense feed-forwards, the norms before both,
-    queries, keys and values that come from latents, and mixtures of experts or parts of them."""
+    queries, keys and values that come from latents, mixtures of experts or parts of them, and hyper-connections (mhc)
+    of model.enable_mhc_connections."""
     recompute_method: Literal["block", "uniform"] = used_when("block", recompute_granularity="full")
     """`block` recomputes the first recompute_num_layers layers of each stage one by one; `uniform` keeps one input
     for every recompute_num_layers layers."""

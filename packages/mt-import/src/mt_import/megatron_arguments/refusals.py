@@ -23,7 +23,7 @@ COMMUNICATORS: Mapping[str, str] = {
     "mp": "model",
 }
 """Megatron's name of a group -> our axis with its messages."""
-RECOMPUTED = ("core_attn", "layernorm", "mlp", "mla_up_proj", "moe", "moe_act", "shared_experts")
+RECOMPUTED = ("core_attn", "layernorm", "mhc", "mlp", "mla_up_proj", "moe", "moe_act", "shared_experts")
 FP8_RECIPES = ("tensorwise", "delayed", "blockwise", "mxfp8")
 MOMENTS = ("fp32", "bf16")
 CAUGHT_SIGNALS = ("SIGTERM", "SIGINT")

@@ -59,6 +59,7 @@ REASONS: Mapping[str, str] = {
     "memory": "how memory is reused changes no result",
     "modelopt": "a checkpoint of ModelOpt has its state beside the weights, which alone are read",
     "modelopt-names": "the pattern of layers says which model it is",
+    "mhc-groups": "each connection is recomputed by itself, whatever the layers that are recomputed together",
     "models": "counts for models only that Megatron no longer has",
     "muon": "weights are always orthogonalized whole, whatever the tensor-parallel size",
     "noop": "Megatron ignores it, too, or it is always so",

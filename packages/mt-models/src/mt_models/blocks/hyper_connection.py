@@ -58,7 +58,7 @@ class HyperConnectionConfigLike(StreamConfigLike, Protocol):
 class StreamWeights(LayoutModule):
     """Numbers of each token from its streams: scale * (weight vec(X) / rms(vec(X))) + bias, in fp32 as its parameters.
 
-    weight [outputs, n H], bias [outputs], scale [scales]. first_bias, first_scale: their initial values.
+    weight [outputs, n H], bias [outputs], scale [scales]. first_bias, first_scale, first_weight: their initial values.
     """
 
     weight: Tensor
@@ -74,13 +74,14 @@ class StreamWeights(LayoutModule):
         *,
         first_bias: Init = zeros,
         first_scale: Init = ones,
+        first_weight: Init | None = None,
     ) -> None:
         super().__init__(ctx)
         self.streams, self.epsilon = config.hyper_connection_streams, config.norm_epsilon
         # Sequence parallelism gives each rank other positions.
         partial, width = sequence_axes(ctx), self.streams * config.hidden_size
         for name, shape, init in (
-            ("weight", (outputs, width), normal(config.init_method_std)),
+            ("weight", (outputs, width), first_weight or normal(config.init_method_std)),
             ("bias", (outputs,), first_bias),
             ("scale", (scales,), first_scale),
         ):

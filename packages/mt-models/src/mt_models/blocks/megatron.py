@@ -147,7 +147,47 @@ def mtp_section(args: MegatronArguments) -> dict[str, Any]:
     return {"mtp_num_layers": depth, "mtp_loss_scaling_factor": float(args.get("mtp_loss_scaling_factor", 0.1))}
 
 
+STREAMS: Mapping[str, tuple[str, Any]] = {
+    "mhc_num_residual_streams": ("num_residual_streams", 4),
+    "mhc_sinkhorn_iterations": ("mhc_sinkhorn_iterations", 20),
+    "mhc_init_gating_factor": ("mhc_init_gating_factor", 0.01),
+}
+"""Key, which is an argument of the same name -> its older name, and the default of both."""
+CONNECTS = ("enable_mhc_connections", "enable_hyper_connections")
+"""The argument that turns hyper-connections on, and its older name."""
+
+
+def connects_streams(args: MegatronArguments) -> bool:
+    return any(args.get(name, False) for name in CONNECTS)
+
+
+def stream_section(args: MegatronArguments) -> dict[str, Any]:
+    """Hyper-connections between residual streams, where there are any. Raises ConfigError for their variant in one
+    pass."""
+    if not connects_streams(args):
+        return {}
+    if args.get("mhc_single_pass", False):
+        raise ConfigError(
+            f"{args.origin}: mhc_single_pass=True is not read: a block that reads streams by the weights of the block "
+            "before it; it can be False"
+        )
+    # The older name counts only in files without the other.
+    values = {key: args.get(key, args.get(older, default)) for key, (older, default) in STREAMS.items()}
+    if args.get(CONNECTS[1], False) and args.get("num_residual_streams", None) is not None:
+        values["mhc_num_residual_streams"] = args.values["num_residual_streams"]
+    return {"enable_mhc_connections": True, **values}
+
+
 # -- write -------------------------------------------------------------------------------------------
+
+
+def stream_arguments(model: Any) -> dict[str, Any]:
+    """The other way; nothing for a model with one residual stream."""
+    if not model.enable_mhc_connections:
+        return {}
+    # Under both names of each: which one a version reads is not known from its number.
+    values = {name: getattr(model, key) for key, (older, _) in STREAMS.items() for name in (key, older)}
+    return {**dict.fromkeys(CONNECTS, True), **values}
 
 
 def shared_arguments(model: Any) -> dict[str, Any]:

@@ -9,6 +9,7 @@ from typing import Any
 from mt_core.config_map import MegatronArguments, MegatronMap
 from mt_core.errors import ConfigError
 from mt_models.blocks.megatron import (
+    CONNECTS,
     YARN,
     depth_arguments,
     head_size,
@@ -53,7 +54,7 @@ def differing(args: MegatronArguments) -> list[str]:
     names = [name for name, value in VALUES.items() if args.get(name, DEFAULTS.get(name, value)) != value]
     if position_type(args) not in ("rope", YARN):
         names.append("position_embedding_type")
-    names += [name for name in ("use_mup", "mtp_num_layers") if args.get(name, None)]
+    names += [name for name in ("use_mup", "mtp_num_layers", *CONNECTS) if args.get(name, None)]
     # None of these families has biases everywhere together with normalized heads or windows.
     if args.get("add_bias_linear", True) and (args.get("qk_layernorm", False) or args.values.get("window_size")):
         names.append("add_bias_linear")

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import ClassVar, Protocol
+from typing import ClassVar, Protocol, cast
 
 from torch import Tensor, nn
 
@@ -23,16 +23,61 @@ from mt_models.blocks.rotary import RotaryAngles
 # -- layers with one block each: x + block(norm(x)) --------------------------------------------------
 #
 # All take (x, pattern, angles, cache) and use what they need. x is [batch, sequence, hidden] in the dtype of the
-# residual stream; blocks compute in `dtype`, that of the weights. multiplier: of what the block adds.
+# residual stream; blocks compute in `dtype`, that of the weights. multiplier: of what the block adds. connection: with
+# residual streams, where x is [batch, sequence, streams x hidden].
 
 
-class MambaLayer(nn.Module):
-    """x + dropout(mixer(norm(x)))"""
+class StreamConnectionLike(Protocol):
+    """The connection of a block with residual streams."""
 
-    def __init__(self, mixer: MambaMixer, norm: Norm, dropout: Dropout, multiplier: float = 1.0) -> None:
+    def __call__(self, streams: Tensor) -> tuple[Tensor, Tensor, Tensor]: ...
+    def mixed(
+        self, block_output: Tensor, post: Tensor, mixing: Tensor, streams: Tensor, dropout: Dropout | None = None
+    ) -> Tensor: ...
+
+
+class OneBlockLayer(nn.Module):
+    """x + dropout(block(norm(x))), or the connection of the block with residual streams."""
+
+    hyper_connection: nn.Module | None
+    drops_in_streams = True
+    """Whether each stream has its own dropout of what the block gives."""
+
+    def __init__(self, dropout: Dropout, multiplier: float, connection: nn.Module | None) -> None:
         super().__init__()
         self.dtype, self.multiplier = dropout.ctx.params_dtype, multiplier
         self.dropout = dropout
+        self.hyper_connection = connection
+
+    def residual(self, x: Tensor, norm: Norm, block: Callable[[Tensor], Tensor]) -> Tensor:
+        """x [B, S, H], or streams [B, S, n H] -> the same"""
+        if self.hyper_connection is not None:
+            connection = cast(StreamConnectionLike, self.hyper_connection)
+            block_input, post, mixing = connection(x)
+            output = block(norm(block_input).to(self.dtype))
+            if self.drops_in_streams:
+                return connection.mixed(output, post, mixing, x, self.dropout)
+            return connection.mixed(self.dropout(output), post, mixing, x)
+        x, normed = norm.add(x)
+        # With fp32_residual_connection x is fp32 and the block's output is added
+        # to it in fp32. Otherwise `to` does nothing.
+        return x + scaled(self.dropout(block(normed.to(self.dtype))), self.multiplier)
+
+
+class MambaLayer(OneBlockLayer):
+    """x + dropout(mixer(norm(x)))"""
+
+    drops_in_streams = False
+
+    def __init__(
+        self,
+        mixer: MambaMixer,
+        norm: Norm,
+        dropout: Dropout,
+        multiplier: float = 1.0,
+        connection: nn.Module | None = None,
+    ) -> None:
+        super().__init__(dropout, multiplier, connection)
         self.norm = norm
         self.mixer = mixer
 
@@ -43,20 +88,21 @@ class MambaLayer(nn.Module):
         angles: RotaryAngles | None = None,
         cache: Cache | None = None,
     ) -> Tensor:
-        x, normed = self.norm.add(x)
-        # With fp32_residual_connection x is fp32 and the block's output is added
-        # to it in fp32. Otherwise `to` does nothing.
-        added = self.mixer(normed.to(self.dtype), pattern.segment_ids, cache)
-        return x + scaled(self.dropout(added), self.multiplier)
+        return self.residual(x, self.norm, lambda normed: self.mixer(normed, pattern.segment_ids, cache))
 
 
-class AttentionLayer(nn.Module):
+class AttentionLayer(OneBlockLayer):
     """x + dropout(self_attention(input_layernorm(x)))"""
 
-    def __init__(self, attention: SelfAttention, norm: Norm, dropout: Dropout, multiplier: float = 1.0) -> None:
-        super().__init__()
-        self.dtype, self.multiplier = dropout.ctx.params_dtype, multiplier
-        self.dropout = dropout
+    def __init__(
+        self,
+        attention: SelfAttention,
+        norm: Norm,
+        dropout: Dropout,
+        multiplier: float = 1.0,
+        connection: nn.Module | None = None,
+    ) -> None:
+        super().__init__(dropout, multiplier, connection)
         self.input_layernorm = norm
         self.self_attention = attention
 
@@ -67,26 +113,30 @@ class AttentionLayer(nn.Module):
         angles: RotaryAngles | None = None,
         cache: Cache | None = None,
     ) -> Tensor:
-        x, normed = self.input_layernorm.add(x)
-        added = self.self_attention(normed.to(self.dtype), pattern, angles, cache)
-        return x + scaled(self.dropout(added), self.multiplier)
+        return self.residual(
+            x, self.input_layernorm, lambda normed: self.self_attention(normed, pattern, angles, cache)
+        )
 
 
-class FeedForwardLayer(nn.Module):
+class FeedForwardLayer(OneBlockLayer):
     """x + dropout(mlp(pre_mlp_layernorm(x)))"""
 
-    def __init__(self, feed_forward: nn.Module, norm: Norm, dropout: Dropout, multiplier: float = 1.0) -> None:
-        super().__init__()
-        self.dtype, self.multiplier = dropout.ctx.params_dtype, multiplier
-        self.dropout = dropout
+    def __init__(
+        self,
+        feed_forward: nn.Module,
+        norm: Norm,
+        dropout: Dropout,
+        multiplier: float = 1.0,
+        connection: nn.Module | None = None,
+    ) -> None:
+        super().__init__(dropout, multiplier, connection)
         self.pre_mlp_layernorm = norm
         self.mlp = feed_forward
 
     def forward(
         self, x: Tensor, pattern: AttentionPattern, angles: RotaryAngles | None = None, cache: Cache | None = None
     ) -> Tensor:
-        x, normed = self.pre_mlp_layernorm.add(x)
-        return x + scaled(self.dropout(self.mlp(normed.to(self.dtype))), self.multiplier)
+        return self.residual(x, self.pre_mlp_layernorm, self.mlp)
 
 
 def scaled(x: Tensor, multiplier: float) -> Tensor:

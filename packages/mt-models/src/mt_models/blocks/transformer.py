@@ -26,7 +26,12 @@ from mt_models.blocks.rotary import RotaryAngles
 
 
 class LayerStack(nn.Module):
-    """The layers that are held here, and the norm behind the last of the model if it is here and there is one."""
+    """The layers that are held here, and the norm behind the last of the model if it is here and there is one.
+
+    hyper_head: the sum of residual streams before this norm, where layers are on several.
+    """
+
+    hyper_head: nn.Module | None
 
     def __init__(
         self, layers: Mapping[int, nn.Module], recompute: Recompute, final_layernorm: nn.Module | None = None
@@ -36,6 +41,7 @@ class LayerStack(nn.Module):
         self.layers = NumberedLayers(layers.items())
         if recompute.selects("layernorm"):
             _remake_norms(layers.values())
+        self.hyper_head = None
         self.final_layernorm = final_layernorm
 
     def through(self, x: Tensor, call: Call, stage: Stage | None) -> Tensor:
@@ -43,7 +49,7 @@ class LayerStack(nn.Module):
         x = self.through_layers(x, call, stage)
         if self.final_layernorm is None or (stage is not None and not stage.last):
             return x
-        return self.final_layernorm(x)
+        return self.final_layernorm(x if self.hyper_head is None else self.hyper_head(x))
 
     def through_layers(self, x: Tensor, call: Call, stage: Stage | None) -> Tensor:
         """The same without the norm behind the last layer."""
@@ -52,8 +58,10 @@ class LayerStack(nn.Module):
         return self.recompute.run([(number, self.layers[number]) for number in numbers], x, call)
 
     def stage_modules(self, stage: Stage) -> Iterator[nn.Module]:
-        """The layers of the stage, and the norm behind the last."""
+        """The layers of the stage, and what is behind the last."""
         yield from (self.layers[number] for number in stage.layers)
+        if stage.last and self.hyper_head is not None:
+            yield self.hyper_head
         if stage.last and self.final_layernorm is not None:
             yield self.final_layernorm
 

@@ -10,11 +10,12 @@ from pydantic import Field, PrivateAttr
 
 from mt_core.config.checks import divisors, listed, must_divide
 from mt_core.config.fields import NonNegativeInt, PositiveInt, Probability, used_when
-from mt_core.config.schema import Config, ModelConfig
+from mt_core.config.schema import Config
 from mt_core.errors import ConfigError
 from mt_models.blocks.config import check_tensor_parallel
 from mt_models.blocks.moe import MoEOptions, frequency_of
 from mt_models.blocks.prediction_config import check_prediction
+from mt_models.blocks.stream_config import StreamKeys, check_streams
 
 PositionEmbedding = Literal["learned_absolute", "rope", "alibi", "none"]
 Activation = Literal["gelu", "gelu_tanh", "relu", "squared_relu", "silu", "swiglu", "geglu", "geglu_tanh"]
@@ -23,7 +24,7 @@ Factor = Annotated[float, Field(gt=0)]
 MUP_OPTIMIZERS = ("adam", "lion")
 
 
-class GPTConfig(ModelConfig):
+class GPTConfig(StreamKeys):
     """A decoder-only transformer."""
 
     num_layers: PositiveInt
@@ -183,6 +184,7 @@ FACTORS: Mapping[str, tuple[Any, ...]] = {
     "logits_scaling": (None, 1.0),
     "mup_base_hidden_size": (None,),
     "mtp_num_layers": (0,),
+    "enable_mhc_connections": (False,),
 }
 """Keys that most formats cannot express, and the values with which they change nothing."""
 SAME_KEYS = (
@@ -213,8 +215,15 @@ def check_gpt(config: Config) -> None:
     _check_positions(model, config.data.seq_length)
     _check_mup(model, config)
     _check_predicted_layers(model, config)
+    check_streams(model, STREAMS_WITH)
 
 
+STREAMS_WITH: Mapping[str, tuple[Any, ...]] = {
+    "parallel_residual": (False,),
+    "mtp_num_layers": (0,),
+    "mup_base_hidden_size": (None,),
+}
+"""Keys of a GPT with several residual streams: connections of two blocks one after another, and no layers behind."""
 PREDICTS_WITH: Mapping[str, tuple[Any, ...]] = {
     "position_embedding_type": ("rope", "none"),
     "hidden_dropout": (0.0,),

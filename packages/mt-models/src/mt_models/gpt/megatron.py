@@ -9,6 +9,7 @@ from typing import Any
 from mt_core.config_map import MegatronArguments, MegatronMap
 from mt_core.errors import ConfigError
 from mt_models.blocks.megatron import (
+    CONNECTS,
     LEARNED,
     activation,
     kind_of_model,
@@ -18,11 +19,13 @@ from mt_models.blocks.megatron import (
     positions,
     require,
     shared_section,
+    stream_arguments,
+    stream_section,
 )
 from mt_models.blocks.megatron_decoder import decoder_arguments, depth_and_heads, differing, require_no_extras
 from mt_models.gpt.config import FACTORS
 
-READS = ("use_mup", "mtp_num_layers")
+READS = ("use_mup", "mtp_num_layers", *CONNECTS)
 """Arguments that other families need off."""
 
 
@@ -49,7 +52,7 @@ def gpt_section(args: MegatronArguments, names: Collection[str]) -> dict[str, An
     # Biases in all linear layers include those of queries, keys and values.
     if not bias and args.get("add_qkv_bias", False):
         section["add_qkv_bias"] = True
-    section |= {**_mup_section(args), **mtp_section(args)}
+    section |= {**_mup_section(args), **mtp_section(args), **stream_section(args)}
     if section["position_embedding_type"] == LEARNED:
         section["max_position_embeddings"] = int(args.need("max_position_embeddings"))
     if section["position_embedding_type"] == "rope":
@@ -78,6 +81,7 @@ def gpt_arguments(model: Any, parameters: Collection[str], kept: Mapping[str, An
         "use_rope_scaling": False,
         "rotary_seq_len_interpolation_factor": None,
         **_mup_arguments(model),
+        **stream_arguments(model),
         "mtp_num_layers": model.mtp_num_layers or None,
         "mtp_loss_scaling_factor": model.mtp_loss_scaling_factor,
     }

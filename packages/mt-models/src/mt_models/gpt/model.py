@@ -19,6 +19,7 @@ from mt_models.blocks.decoder import TokenEmbedding
 from mt_models.blocks.embedding import LearnedTable, like_token_embeddings
 from mt_models.blocks.position_bias import alibi_slopes
 from mt_models.blocks.predicting_decoder import PredictsTokens
+from mt_models.blocks.residual_streams import ConnectedTransformerLayer, DecoderOnStreams, stream_connection
 from mt_models.blocks.rotary import FixedRotary, RotaryAngles, inverse_frequencies
 from mt_models.blocks.transformer import ParallelResidualLayer, TransformerLayer
 from mt_models.gpt.config import GPTConfig
@@ -51,7 +52,7 @@ class GPTEmbedding(TokenEmbedding):
         return self.dropout(x)
 
 
-class GPTModel(PredictsTokens):
+class GPTModel(PredictsTokens, DecoderOnStreams):
     """tokens [B, S] -> logits [B, S, vocab] over the true vocabulary."""
 
     config: GPTConfig
@@ -59,6 +60,7 @@ class GPTModel(PredictsTokens):
     def __init__(self, config: GPTConfig, context: ModelBuildContext) -> None:
         ctx = context.parallel
         super().__init__(config, context, GPTEmbedding, lambda number: gpt_layer(config.of_layers, context, number))
+        self.add_streams(config, context)
         self.slopes: Tensor | None = None
         if config.position_embedding_type == "alibi":
             # [heads of this rank]
@@ -112,6 +114,8 @@ def gpt_layer(config: GPTConfig, context: ModelBuildContext, number: int) -> Tra
     attention = SelfAttention(config, core, context.parallel)
     attention.query_scale = config.query_scale
     parts = (config, core, feed_forward, context.parallel, attention)
+    if config.enable_mhc_connections:
+        return ConnectedTransformerLayer(*parts, connections=[stream_connection(config, context) for _ in range(2)])
     if config.parallel_residual:
         return ParallelResidualLayer(*parts, shares_norm=config.parallel_residual_norms == 1)
     return TransformerLayer(*parts)

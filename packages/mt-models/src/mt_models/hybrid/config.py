@@ -16,6 +16,7 @@ from mt_core.errors import ConfigError
 from mt_models.blocks.config import check_tensor_parallel
 from mt_models.blocks.mamba_config import MambaLayerConfig, check_mamba_layers
 from mt_models.blocks.prediction_config import check_prediction
+from mt_models.blocks.stream_config import StreamKeys, check_streams, stream_flops
 from mt_models.flops import Convention, Flops, dense_feed_forward_flops, experts_flops
 from mt_models.mamba.config import convolution_flops, output_flops, projection_flops, scan_flops
 
@@ -72,7 +73,7 @@ def check_pattern(pattern: str) -> None:
 Factor = Annotated[float, Field(gt=0)]
 
 
-class HybridConfig(MambaLayerConfig):
+class HybridConfig(StreamKeys, MambaLayerConfig):
     """Mamba-2, attention and feed-forward layers in any order (Waleffe et al., An Empirical Study of Mamba-based
     Language Models, 2024; Nemotron-H, 2025)."""
 
@@ -210,8 +211,9 @@ NEUTRAL_FACTORS: Mapping[str, float | None] = {
     "attention_multiplier": None,
     "residual_multiplier": 1.0,
     "logits_scaling": 1.0,
+    "enable_mhc_connections": False,
 }
-"""Granite's factors where they change nothing, which other formats than its own need."""
+"""Granite's factors where they change nothing, and several residual streams, which other formats than its own need."""
 
 
 def check_hybrid(config: Config) -> None:
@@ -228,6 +230,15 @@ def check_hybrid(config: Config) -> None:
     _check_predicted_layers(config)
     _check_stages(config)
     _check_positions(config)
+    check_streams(model, STREAMS_WITH)
+
+
+STREAMS_WITH: Mapping[str, tuple[Any, ...]] = {
+    "mtp_num_layers": (0,),
+    "residual_multiplier": (1.0,),
+    "fp32_residual_connection": (False,),
+}
+"""Keys of a hybrid with several residual streams."""
 
 
 def _check_positions(config: Config) -> None:
@@ -475,6 +486,8 @@ class HybridFlops(Flops):
     """Logits."""
     prediction: float = 0.0
     """Layers of multi-token prediction and their logits, in training."""
+    connections: float = 0.0
+    """Weights of residual streams, and their products with them."""
 
     @property
     def forward(self) -> float:
@@ -500,7 +513,12 @@ def flops_per_token(
     predicted = _layer_flops(config, config.predicted_pattern, seq_length, convention, experts)
     # 4 H^2: eh_proj, [H, 2 H]. Each depth computes logits of its own with the model's LM head.
     depth = sum(predicted.values()) + 4 * config.hidden_size**2 + output
-    return HybridFlops(**decoder, output=output, prediction=config.mtp_num_layers * depth)
+    return HybridFlops(
+        **decoder,
+        output=output,
+        prediction=config.mtp_num_layers * depth,
+        connections=stream_flops(config, config.hidden_size, config.num_layers),
+    )
 
 
 def _layer_flops(

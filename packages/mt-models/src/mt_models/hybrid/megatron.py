@@ -7,6 +7,7 @@ from typing import Any
 
 from mt_core.config_map import MegatronArguments, MegatronMap
 from mt_models.blocks.megatron import (
+    CONNECTS,
     LEARNED,
     activation,
     head_size,
@@ -20,6 +21,8 @@ from mt_models.blocks.megatron import (
     require,
     shared_arguments,
     shared_section,
+    stream_arguments,
+    stream_section,
 )
 from mt_models.mamba.megatron import READS, layer_pattern, mixer_arguments, mixer_section, needs_hybrid
 
@@ -50,6 +53,7 @@ def hybrid_section(args: MegatronArguments, names: Collection[str]) -> dict[str,
         "activation": activation(args),
         "add_bias_linear": bool(args.get("add_bias_linear", True)),
         **_experts(args),
+        **stream_section(args),
     }
 
 
@@ -98,8 +102,9 @@ def hybrid_arguments(model: Any, parameters: Collection[str], kept: Mapping[str,
         or kept.get("seq_length")
         or 2048,
         **moe_arguments(model, parameters),
+        **stream_arguments(model),
         "moe_layer_freq": 1,
     }
 
 
-MEGATRON = MegatronMap(arguments=hybrid_arguments, takes=is_hybrid, section=hybrid_section, reads=READS)
+MEGATRON = MegatronMap(arguments=hybrid_arguments, takes=is_hybrid, section=hybrid_section, reads=(*READS, *CONNECTS))

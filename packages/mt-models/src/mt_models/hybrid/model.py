@@ -27,6 +27,7 @@ from mt_models.blocks.mixed_decoder import (
     scaled,
 )
 from mt_models.blocks.predicting_decoder import PredictsTokens
+from mt_models.blocks.residual_streams import DecoderOnStreams, stream_connection
 from mt_models.blocks.rotary import FixedRotary, RotaryAngles, inverse_frequencies
 from mt_models.hybrid.config import ATTENTION, EXPERTS, MAMBA, HybridConfig
 
@@ -63,7 +64,7 @@ class PredictedLayers(nn.Module):
         return x
 
 
-class HybridModel(PredictsTokens, MixedDecoder):
+class HybridModel(PredictsTokens, DecoderOnStreams, MixedDecoder):
     """tokens [B, S] -> logits [B, S, vocab]"""
 
     config: HybridConfig
@@ -71,6 +72,7 @@ class HybridModel(PredictsTokens, MixedDecoder):
 
     def __init__(self, config: HybridConfig, context: ModelBuildContext) -> None:
         super().__init__(config, context, lambda number: hybrid_layer(config, context, number))
+        self.add_streams(config, context)
         self.rotary: FixedRotary | None = None
         if config.position_embedding_type == "rope":
             self.rotary = FixedRotary(inverse_frequencies(config.rotary_dim, config.rotary_base))
@@ -106,7 +108,8 @@ def hybrid_layer(config: HybridConfig, context: ModelBuildContext, number: int) 
     """The layer that the pattern has at this place."""
     ctx = context.parallel
     norm = build_norm(config.normalization, config.hidden_size, config.norm_epsilon, ctx)
-    common = norm, Dropout(config.hidden_dropout, ctx), config.residual_multiplier
+    connection = stream_connection(config, context) if config.enable_mhc_connections else None
+    common = norm, Dropout(config.hidden_dropout, ctx), config.residual_multiplier, connection
     symbol = config.layers[number]
     if symbol == MAMBA:
         return MambaLayer(MambaMixer(config, ctx, config.output_init_std), *common)

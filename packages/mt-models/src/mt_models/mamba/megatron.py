@@ -9,6 +9,7 @@ from mt_core.config_map import MegatronArguments, MegatronMap
 from mt_core.errors import ConfigError
 from mt_models.blocks.megatron import (
     LEARNED,
+    connects_streams,
     depth_arguments,
     initial_arguments,
     initial_section,
@@ -53,12 +54,14 @@ def is_mamba(args: MegatronArguments, names: Collection[str]) -> bool:
 
 
 def needs_hybrid(args: MegatronArguments) -> bool:
-    """Whether a model has layers of other kinds, LayerNorm, dropout or positions, beside Mamba layers."""
+    """Whether a model has layers of other kinds, LayerNorm, dropout, positions or residual streams beside Mamba
+    layers."""
     return (
         set(layer_pattern(args)) != {MAMBA}
         or normalization(args) != "RMSNorm"
         or float(args.get("hidden_dropout", 0.1)) > 0.0
         or position_type(args) == LEARNED
+        or connects_streams(args)
     )
 
 

@@ -50,6 +50,8 @@ class RetroConfig(GPTConfig):
     """All parameters have one learning rate."""
     mtp_num_layers: Literal[0] = 0
     """No layers of multi-token prediction."""
+    enable_mhc_connections: Literal[False] = False
+    """One residual stream, to which cross attention adds."""
     retro_chunk_length: PositiveInt = 64
     """Tokens of a chunk; each chunk of the text has neighbours."""
     retro_num_neighbors: PositiveInt = 2

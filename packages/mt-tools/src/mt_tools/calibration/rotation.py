@@ -85,6 +85,11 @@ def _require_rotatable(model: nn.Module) -> None:
             "--method rotate: the LM head is the matrix of the embeddings, into which the final norm cannot be folded; "
             "use rotate-values, which does not touch it"
         )
+    if getattr(getattr(model, "config", None), "enable_mhc_connections", False):
+        raise ConfigError(
+            "--method rotate: hyper-connections (model.enable_mhc_connections=true) read the residual streams, and "
+            "their weights are not rotated; use rotate-values"
+        )
     for path, module in model.named_modules():
         if path.endswith("layernorm") and "self_attention" not in path and type(module) is not RMSNorm:
             raise ConfigError(f"--method rotate: {path} is a {type(module).__name__}, which a rotation changes")

@@ -11,11 +11,15 @@ from torch import Tensor
 
 
 class Connection(NamedTuple):
-    """Constants of a connection: epsilon of the norm, floor of weights and of Sinkhorn's sums, its iterations."""
+    """Constants of a connection: epsilon of the norm, floor of weights and of Sinkhorn's sums, its iterations.
+
+    added_to_root: epsilon is added to the root mean square, as Megatron-Core does, and not to the mean of squares.
+    """
 
     epsilon: float
     floor: float
     iterations: int
+    added_to_root: bool = False
 
 
 def read_streams(
@@ -26,7 +30,8 @@ def read_streams(
     n = int(products.shape[-1] ** 0.5)  # n^2 < (2 + n) n < (n + 1)^2
     sizes = (n, n, n * n)
     # The norm has no weight: dividing the products by rms gives the same as dividing what is multiplied.
-    parts = zip(normalized(products, streams, connection.epsilon).split(sizes, -1), bias.split(sizes), strict=True)
+    norm = normalized_by_root if connection.added_to_root else normalized
+    parts = zip(norm(products, streams, connection.epsilon).split(sizes, -1), bias.split(sizes), strict=True)
     pre, post, mixed = (part * factor + shift for (part, shift), factor in zip(parts, scale, strict=True))
     block_input = weighted_sum(pre.sigmoid() + connection.floor, streams)
     positive = mixed.unflatten(-1, (n, n)).softmax(-1) + connection.floor
@@ -36,6 +41,12 @@ def read_streams(
 def normalized(products: Tensor, streams: Tensor, epsilon: float) -> Tensor:
     """products [B, S, outputs] of streams [B, S, n H], divided by their root mean square."""
     return products * (streams.float().square().mean(-1, keepdim=True) + epsilon).rsqrt()
+
+
+def normalized_by_root(products: Tensor, streams: Tensor, epsilon: float) -> Tensor:
+    """The same with epsilon added to the root mean square."""
+    width = streams.shape[-1]
+    return products / (streams.float().norm(dim=-1, keepdim=True) / width**0.5 + epsilon)
 
 
 def weighted_sum(weights: Tensor, streams: Tensor) -> Tensor:

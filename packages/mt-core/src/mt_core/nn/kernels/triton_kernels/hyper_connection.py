@@ -272,6 +272,7 @@ class _Read(torch.autograd.Function):
                     num_warps=4,
                 )  # fmt: skip
         ctx.save_for_backward(streams, products, bias, scale, mixing, norms, divisors)
+        assert not connection.added_to_root
         ctx.connection = connection
         return block_input, post, mixing
 
