@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from pathlib import Path
 
 import pytest
@@ -219,3 +220,39 @@ def test_tensors_that_are_missing_unknown_or_of_another_shape_are_named(mt, tmp_
     save_file({**tensors, "model.extra": torch.zeros(1)}, folder / "model.safetensors")
     (problem,) = json.loads(mt("models", "check", folder, "--json").out)["problems"]
     assert problem["names"] == ["model.norm.weight", "model.extra"]
+
+
+@pytest.mark.parametrize(
+    ("changes", "field", "sentence"),
+    [
+        ({"quantization_config": {"quant_method": "hqq"}}, "quantization_config", "quant_method='hqq' .* can be awq, "),
+        ({"compression_config": {"quant_method": "none"}}, "compression_config", "'none' is not supported"),
+        ({"text_config": [1]}, "text_config", r"text_config=\[1\] is not supported; it can be a JSON object"),
+        (
+            {"vision_config": "small"},
+            "vision_config",
+            "vision_config='small' is not supported; it can be a JSON object",
+        ),
+        ({"vision_config": None}, "vision_config", "vision_config=null stands for the defaults .*can be a JSON object"),
+    ],
+)
+def test_parts_and_ways_of_storing_that_are_not_read_are_named(mt, tmp_path, changes, field, sentence) -> None:
+    """`mt convert` says the same of a folder."""
+    text = {"model_type": "qwen3_vl_text", "hidden_size": 32, "num_hidden_layers": 1, "intermediate_size": 48}
+    text |= {"num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 8, "vocab_size": 64}
+    text["rope_parameters"] = {"rope_type": "default", "rope_theta": 1e6, "mrope_section": [2, 1, 1]}
+    vision = {"hidden_size": 16, "num_heads": 2, "depth": 1, "intermediate_size": 24, "out_hidden_size": 32}
+    vision["deepstack_visual_indexes"] = []
+    published = {"model_type": "qwen3_vl", "text_config": text, "vision_config": vision}
+    (tmp_path / "config.json").write_text(json.dumps(published))
+    assert mt("models", "check", tmp_path / "config.json").code == 0
+    (tmp_path / "config.json").write_text(json.dumps({**published, **changes}))
+    outcome = mt("models", "check", tmp_path / "config.json", "--json")
+    (problem,) = json.loads(outcome.out)["problems"]
+    assert outcome.code == 1
+    assert re.search(sentence, problem["why"])
+    assert field in problem["names"]
+    save_file({"x": torch.zeros(1)}, tmp_path / "model.safetensors")
+    outcome = mt("convert", "--load-dir", tmp_path, "--save-dir", tmp_path / "out", "--saver", "mt")
+    assert outcome.code == 2
+    assert re.search(sentence, outcome.err)

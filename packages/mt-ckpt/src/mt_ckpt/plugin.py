@@ -36,6 +36,7 @@ def mt_register_checkpoint_loaders() -> list[CheckpointLoaderSpec]:
             detect=Lazy("mt_ckpt.hugging_face.reader:detect"),
             open=Lazy("mt_ckpt.hugging_face.reader:open_checkpoint"),
             open_module=Lazy("mt_ckpt.hugging_face.reader:read_module"),
+            check_config=Lazy("mt_ckpt.quantized.methods:scheme_of"),
         ),
         CheckpointLoaderSpec(
             name="meta",

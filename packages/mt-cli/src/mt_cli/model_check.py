@@ -14,7 +14,7 @@ from mt_core.checkpoint_lookup import MODEL
 from mt_core.checkpoint_specs import CHECKPOINT_LOADERS, CheckpointLoaderSpec
 from mt_core.config.loading import config_from_dict
 from mt_core.config.schema import Config
-from mt_core.config_map import CONFIG, HF_FORMAT, QUANTIZATION_KEYS, model_section, read_hf_config, unquantized
+from mt_core.config_map import CONFIG, HF_FORMAT, PARTS, QUANTIZATION_KEYS, model_section, read_hf_config, unquantized
 from mt_core.errors import ConfigError, MtError
 from mt_core.plugins import PluginHost
 
@@ -63,6 +63,7 @@ def check_model(path: Path, host: PluginHost) -> ModelCheck:
     stored = read_hf_config(path)
     external = unquantized(stored)
     config, problems = _read(external, host)
+    problems = [*_storage_problems(stored, host), *problems]
     parameters = None
     if config is not None and not problems and can_count():
         try:
@@ -123,7 +124,8 @@ def _read(external: Mapping[str, Any], host: PluginHost) -> tuple[Config | None,
             problems.append(problem)
             # Further problems show when the fields of this one are at their defaults.
             removed = [name for name in problem.names if name != "model_type"]
-            if not removed:
+            # Without a part nothing more can be said of the model.
+            if not removed or set(removed) & set(PARTS):
                 break
             left = {key: value for key, value in left.items() if key not in removed}
     return None, problems
@@ -139,8 +141,20 @@ def _configuration(external: Mapping[str, Any], host: PluginHost) -> Config:
     return config
 
 
+def _storage_problems(stored: Mapping[str, Any], host: PluginHost) -> list[Problem]:
+    """What keeps tensors from being read that are stored as config.json says. None is found where torch is missing."""
+    check = host[CHECKPOINT_LOADERS].get(HF_FORMAT).check_config
+    if check is None or _quantization(stored) is None or not can_count():
+        return []
+    try:
+        check.load()(stored)
+    except MtError as error:
+        return [_config_problem(error, stored)]
+    return []
+
+
 def _quantization(external: Mapping[str, Any]) -> str | None:
-    """The name of the method. Which of its settings are read shows when the tensors are opened."""
+    """The name of the method."""
     text = external.get("text_config")
     places = [place for place in (external, text) if isinstance(place, Mapping)]
     settings = [place[key] for place in places for key in QUANTIZATION_KEYS if isinstance(place.get(key), Mapping)]

@@ -190,6 +190,10 @@ class OpenModule(Protocol):
         ...
 
 
+CheckStoredConfig = Callable[[Mapping[str, Any]], object]
+"""(contents of config.json): raises ConfigError where it says that tensors are stored in a way that is not read."""
+
+
 @dataclass(frozen=True, kw_only=True)
 class CheckpointLoaderSpec(Spec):
     """Reads one checkpoint format."""
@@ -200,6 +204,8 @@ class CheckpointLoaderSpec(Spec):
     """For a format that may not say what the model is; None: its files always do."""
     open_module: Lazy[OpenModule] | None = None
     """None: the format is one of files only."""
+    check_config: Lazy[CheckStoredConfig] | None = None
+    """None: which ways of storing tensors are read shows where they are opened."""
 
 
 CHECKPOINT_LOADERS = Kind("checkpoint_loaders", "a checkpoint loader", CheckpointLoaderSpec, "mt-ckpt")

@@ -166,6 +166,22 @@ def unquantized(external: Mapping[str, Any]) -> dict[str, Any]:
     return plain
 
 
+PARTS = ("text_config", "vision_config", "audio_config", "thinker_config")
+"""Keys of config.json that hold the configuration of a part of the model."""
+
+
+def require_parts(external: Mapping[str, Any]) -> None:
+    """Raises ConfigError for a part of config.json that is neither an object nor null, which is its defaults."""
+    for key in PARTS:
+        part = external.get(key)
+        if isinstance(part, Mapping):
+            require_parts(part)
+        elif part is not None:
+            raise ConfigError(
+                f"{key}={part!r:.80} is not supported; it can be a JSON object with the keys of that part of the model"
+            )
+
+
 def read_hf_config(path: Path) -> dict[str, Any]:
     """path: config.json, or the folder that holds it. Raises ConfigError when that is no JSON object with a
     model_type."""
@@ -193,8 +209,10 @@ def model_section(external: Mapping[str, Any], host: PluginHost) -> dict[str, An
     """The keys of [model] that a config.json says. Of several families that know its model_type (a base model, the same
     with a head) that which has its architecture.
 
-    Raises ConfigError for a type that no family has, and for what the family cannot express.
+    Raises ConfigError for a type that no family has, for a part that is no object, and for what the family cannot
+    express.
     """
+    require_parts(external)
     kind, listed = external["model_type"], external.get("architectures") or [None]
     families = [spec.name_maps[HF_FORMAT].load() for spec in host[MODELS] if HF_FORMAT in spec.name_maps]
     able = [family for family in families if kind in family.model_types]

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from mt_core.config.schema import ModelConfig
-from mt_core.config_map import ConfigMap, Fixed, require_known
+from mt_core.config_map import PARTS, ConfigMap, Fixed, require_known, require_parts
 from mt_core.errors import CheckpointError, ConfigError
 from mt_core.name_map import NameMap
 from mt_core.nn.layout import LayoutModule, parameter_layouts
@@ -79,9 +79,25 @@ class HuggingFaceFamily:
         """
         kind = require_known("model_type", str(external.get("model_type")), self.model_types)
         chosen = self.model_types[kind]
-        values = {"family": self.family, **chosen.import_value(external)}
+        values = {"family": self.family, **self._imported(chosen, external)}
         kept = self._kept_ids(kind, external) if chosen.written else {}
         return {**values, KEPT_IDS: kept} if kept else values
+
+    def _imported(self, chosen: ConfigMap, external: Mapping[str, Any]) -> dict[str, Any]:
+        """Keys of [model]. Raises ConfigError, which names the parts that are null where what they stand for does not
+        fit."""
+        require_parts(external)
+        try:
+            return chosen.import_value(external)
+        except ConfigError as error:
+            null = (key for key in PARTS if key in external and external[key] is None)
+            part = next((key for key in null if key in str(error) and f"{key}=null" not in str(error)), None)
+            if part is None:
+                raise
+            raise ConfigError(
+                f"{part}=null stands for the defaults of that part, which do not fit: {error}; {part} can be a JSON "
+                "object with the keys of that part"
+            ) from error
 
     def _kept_ids(self, kind: str, external: Mapping[str, Any]) -> dict[str, Any]:
         part, chosen = self.within.get(kind), self.model_types[kind]

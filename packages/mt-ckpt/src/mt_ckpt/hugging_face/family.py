@@ -11,7 +11,7 @@ from typing import Any, Protocol
 
 from mt_core.config.loading import config_from_dict
 from mt_core.config.schema import Config
-from mt_core.config_map import all_refuse
+from mt_core.config_map import all_refuse, require_parts
 from mt_core.errors import CheckpointError, ConfigError
 from mt_core.name_map import NameMap
 from mt_core.plugins import PluginHost
@@ -83,6 +83,7 @@ def identify(external: Mapping[str, Any], names: Iterable[str], host: PluginHost
     are the given tensors; of several of these to the one that `architectures` names. Raises ConfigError for a type
     that none has or a configuration that cannot be, and CheckpointError when the tensors are those of none.
     """
+    require_parts(external)
     kind, names = str(external.get("model_type")), list(names)
     check_layers(external, len(names))
     families, broken = _families(host)

@@ -70,7 +70,7 @@ def scheme_of(external: Mapping[str, Any]) -> Scheme | None:
         return torchao.TorchAo(dtype)
     if method == "mxfp4":
         return mxfp4_experts.Mxfp4Experts()
-    raise ConfigError(f"quantization_config.quant_method={method!r} is not supported; it can be {', '.join(METHODS)}")
+    raise ConfigError(f"{key}.quant_method={method!r} is not supported; it can be {', '.join(METHODS)}")
 
 
 def _settings(external: Mapping[str, Any]) -> tuple[Mapping[str, Any] | None, str]:

@@ -338,6 +338,8 @@ OUTER_KEYS = (
 def import_text(external: Mapping[str, Any]) -> dict[str, Any]:
     """Keys of the decoder, `family` included, from `text_config`. Its LM head is tied if either of two keys says so."""
     text = dict(external.get("text_config") or {})
+    if not text:
+        raise ConfigError("text_config is empty or missing; it has to be a JSON object with the keys of the decoder")
     tied = (external.get("tie_word_embeddings"), text.get("tie_word_embeddings"))
     return {"family": "minimax_m3", **MINIMAX_M3.import_value({**text, "tie_word_embeddings": any(tied)})}
 
