@@ -123,6 +123,7 @@ LAYOUTS: list[Layout] = [
     (4, (ZERO, SMALL_BUCKETS, "parallel.num_distributed_optimizer_instances=2")),
     (2, (FSDP, "parallel.fsdp_reduce_each_micro_batch=true")),
     (4, (FSDP, "parallel.num_distributed_optimizer_instances=2")),
+    (4, (FSDP, "parallel.num_distributed_optimizer_instances=2", "parallel.outer_dp_sharding_strategy=optim")),
     (2, (PP2, "model.untie_embeddings_and_output_weights=true")),
     (2, (PP2, schedule("gpipe"))),
     (2, (PP2, INTERLEAVED, "parallel.virtual_pipeline_model_parallel_size=3", "model.num_layers=6")),

@@ -31,6 +31,7 @@ TWO_SAMPLES = "train.global_batch_size=2"
 WHOLE_QKV = ("optimizer.muon_split_qkv=false", TWO_SAMPLES)
 ONE_GROUP = ("model.num_query_groups=1", TWO_SAMPLES)
 INSTANCES = "parallel.num_distributed_optimizer_instances=2"
+OUTER = "parallel.outer_dp_sharding_strategy=optim"
 DECOUPLED = (
     *BASE,
     "optimizer.decoupled_lr=1e-4",
@@ -105,6 +106,7 @@ CASES = [
     (4, (*MUON, *SHAPES), (TP2, SP, ZERO, SMALL_BUCKETS)),
     (4, (*MUON, *SHAPES), (FSDP, TP2, SP)),
     (4, MUON, (FSDP, INSTANCES)),
+    (4, MUON, (FSDP, INSTANCES, OUTER)),
     (4, MUON, (CP2, ZERO)),
     (8, MUON, (PP2, TP2, SP, ZERO)),
     (2, (*MUON, MOE, TWO_SAMPLES), (TP2, SP, EP2, "parallel.expert_tensor_parallel_size=1")),
@@ -113,7 +115,7 @@ CASES = [
 ]
 SHARDED = (*MUON, TP2, ZERO)
 IN_PARTS = (*MUON, *WHOLE_QKV, TP2)
-ZEROS = [(2, (FSDP,)), (4, (TP2, CP2)), (4, (ZERO, INSTANCES)), (4, (PP2, TP2, SP))]
+ZEROS = [(2, (FSDP,)), (4, (TP2, CP2)), (4, (ZERO, INSTANCES)), (4, (FSDP, INSTANCES, OUTER)), (4, (PP2, TP2, SP))]
 MORE_ZEROS = [(8, (PP2, TP2, SP, ZERO))]
 """ZeRO with the axes that others have."""
 
@@ -160,10 +162,11 @@ def resumed(rank: int, world: int, options: tuple[str, ...], folder: Path, steps
     return record if rank == 0 else None
 
 
-def test_the_momentum_goes_on_under_another_layout(tmp_path) -> None:
+@pytest.mark.parametrize(("world", "layout"), [(2, (FSDP,)), (4, (FSDP, INSTANCES, OUTER))], ids=joined)
+def test_the_momentum_goes_on_under_another_layout(world, layout, tmp_path) -> None:
     """Two steps under one layout and one under another are three of one process."""
     run_ranks(4, resumed, (*MUON, TP2, SP, ZERO, SMALL_BUCKETS), tmp_path, 2)
-    found = run_ranks(2, resumed, (*MUON, FSDP), tmp_path, 3)[0]
+    found = run_ranks(world, resumed, (*MUON, *layout), tmp_path, 3)[0]
     reference = one_process(MUON)
     assert found.losses == pytest.approx(reference.losses[2:], rel=1e-5)
     assert found.rates == reference.rates[2:]

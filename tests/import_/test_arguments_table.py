@@ -308,6 +308,7 @@ NEEDS: Mapping[str, str] = {
     "num-layers-at": "--bf16 --fp8-format hybrid --first-last-layers-bf16",
     "recompute-method": "--recompute-granularity full",
     **dict.fromkeys(("recompute-num", "distribute-saved"), "--recompute-granularity full --recompute-method block"),
+    "outer-dp": "--use-megatron-fsdp --num-distributed-optimizer-instances 2",
     "torch-fsdp2": "--use-torch-fsdp2",
     "overlap-param": "--use-distributed-optimizer",
     "sequence": "--tensor-model-parallel-size 2",

@@ -139,6 +139,42 @@ def test_yaml_of_others_becomes_a_configuration(name: str, host: PluginHost) -> 
     check_configuration(result.sections, world, host)
 
 
+def with_options(tmp_path: Path, host: PluginHost, **options: str) -> ImportResult:
+    """The functional test with further options."""
+    text = (FILES / "functional_test.yaml").read_text()
+    lines = "".join(f"  --{name.replace('_', '-')}: {value}\n" for name, value in options.items())
+    (tmp_path / "model_config.yaml").write_text(text + lines)
+    return import_file(tmp_path / "model_config.yaml", host)
+
+
+FSDP = {"use_megatron_fsdp": "true", "num_distributed_optimizer_instances": "2"}
+
+
+def test_a_second_sharding_over_instances(tmp_path: Path, host: PluginHost) -> None:
+    result = with_options(tmp_path, host, **FSDP, outer_dp_sharding_strategy="optim")
+    assert result.of_status("refused") == []
+    assert result.sections["parallel"] == {
+        "use_torch_fsdp2": True,
+        "num_distributed_optimizer_instances": 2,
+        "outer_dp_sharding_strategy": "optim",
+        "overlap_grad_reduce": False,
+    }
+    check_configuration(result.sections, 4, host)
+
+
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        ({"outer_dp_sharding_strategy": "optim"}, "without FSDP, which has it"),
+        ({**FSDP, "expert_outer_dp_sharding_strategy": "optim"}, "both are sharded alike"),
+        ({**FSDP, "enable_full_sharding_in_hsdp": "true"}, "write --outer-dp-sharding-strategy optim"),
+    ],
+)
+def test_second_shardings_that_are_refused(options, words, tmp_path: Path, host: PluginHost) -> None:
+    (refusal,) = with_options(tmp_path, host, **options).of_status("refused")
+    assert words in refusal.reason
+
+
 def bridge(tmp_path: Path, host: PluginHost, *, model: str = "", scheduler: str = "", top: str = "") -> ImportResult:
     """The file of a Bridge model with further keys of [model] and of the scheduler, and sections."""
     text = (FILES / "bridge_llama.yaml").read_text()

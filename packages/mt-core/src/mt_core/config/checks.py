@@ -273,6 +273,11 @@ def _check_sharding(config: Config) -> None:
         )
     if parallel.use_torch_fsdp2 and config.precision.dtype == "fp16":
         raise ConfigError("parallel.use_torch_fsdp2 trains in fp32 or bf16; precision.dtype can be fp32 or bf16")
+    if parallel.outer_dp_sharding_strategy == "optim" and parallel.num_distributed_optimizer_instances == 1:
+        raise ConfigError(
+            "parallel.outer_dp_sharding_strategy=optim shares the optimizer's state among several instances; set "
+            "parallel.num_distributed_optimizer_instances too, or leave it at no_shard: one instance shards it anyway"
+        )
     sharded = parallel.use_torch_fsdp2 or parallel.use_distributed_optimizer
     if parallel.num_distributed_optimizer_instances > 1 and not sharded:
         raise ConfigError(

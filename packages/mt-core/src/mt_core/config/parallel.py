@@ -84,6 +84,9 @@ class ParallelConfig(Section):
     those of several micro-batches are accumulated unsharded, in fp32, and sent once a step."""
     num_distributed_optimizer_instances: PositiveInt = 1
     """Replicas of what is sharded: shards are spread over as many groups of neighbouring ranks (HSDP)."""
+    outer_dp_sharding_strategy: Literal["no_shard", "optim"] = used_when("no_shard", use_torch_fsdp2=True)
+    """`optim`: the groups of num_distributed_optimizer_instances share the optimizer's state, of which each updates a
+    part of its shards and collects the others; `no_shard`: each has all of it."""
     overlap_grad_reduce: bool = True
     """Gradients are summed over processes while the backward pass runs."""
     overlap_param_gather: bool = used_when(False, use_distributed_optimizer=True)

@@ -72,14 +72,22 @@ SHARDS: Mapping[AxisName, tuple[AxisName, AxisName]] = {
 class GradFinalizer:
     """Finalizes gradients after the data-parallel reduction, and computes their norm.
 
-    sharded: whether the gradients are sharded over the ranks with the same weights. Methods are collective over the
-    world; a single process communicates nothing.
+    sharded: whether the gradients are sharded over the ranks with the same weights. over_instances: also over the
+    instances that otherwise replicate the shards. Methods are collective over the world; a single process communicates
+    nothing.
     """
 
     def __init__(
-        self, layouts: Mapping[str, ParameterLayout], ctx: ParallelContext, copies: TiedWeights, *, sharded: bool
+        self,
+        layouts: Mapping[str, ParameterLayout],
+        ctx: ParallelContext,
+        copies: TiedWeights,
+        *,
+        sharded: bool,
+        over_instances: bool = False,
     ) -> None:
         self.layouts, self.ctx, self.copies, self.sharded = layouts, ctx, copies, sharded
+        self.over_instances = over_instances
 
     def finalize_model_grads(self, named: Named) -> None:
         """All-reduce partial gradients (sequence parallelism) and the gradients of weights tied over stages."""
@@ -143,8 +151,10 @@ class GradFinalizer:
     def _has_first_part(self, name: str) -> bool:
         """Whether this rank is the first of those that a gradient is sharded over."""
         layout = self.layouts[name]
-        shard = self.ctx.axis(SHARDS[layout.replicas][0])
-        parts = [self.ctx.axis(split.axis) for split in layout.splits] + ([shard] if self.sharded else [])
+        shard, replicate = (self.ctx.axis(axis) for axis in SHARDS[layout.replicas])
+        parts = [self.ctx.axis(split.axis) for split in layout.splits]
+        parts += [shard] if self.sharded else []
+        parts += [replicate] if self.over_instances else []
         return all(axis.rank == 0 for axis in parts)
 
     def counts(self, name: str) -> bool:
@@ -155,7 +165,8 @@ class GradFinalizer:
         copies: list[Axis] = [self.ctx.axis(axis) for axis in OTHER_AXES[layout.replicas] if axis not in dividing]
         # Sharded gradients are partitioned over `shard`, where each rank counts its own part, and replicated over
         # `replicate`.
-        copies.append(self.ctx.axis(SHARDS[layout.replicas][1] if self.sharded else layout.replicas))
+        if not self.over_instances:
+            copies.append(self.ctx.axis(SHARDS[layout.replicas][1] if self.sharded else layout.replicas))
         if name in self.copies.axes:
             copies.append(self.copies.axes[name])
         return all(axis.rank == 0 for axis in copies)

@@ -1,6 +1,7 @@
 """Master weights under torch's FSDP2 (`fully_shard`): weights, gradients and state sharded over data-parallel ranks.
 
-ZeRO-3, or ZeRO-2 when weights stay unsharded between forward and backward; with replicated shards, HSDP.
+ZeRO-3, or ZeRO-2 when weights stay unsharded between forward and backward; with replicated shards, HSDP. Its instances
+may share the optimizer's state: each updates some rows of its shards, and collects the others.
 16-bit training casts the sharded fp32 weights to 16 bits before each all-gather.
 """
 
@@ -17,7 +18,8 @@ from mt_core.nn.layout import ParameterLayout, parameter_layouts
 from mt_core.nn.model import NumberedLayers, is_pipelined
 from mt_core.optim.finalize_grads import SHARDS
 from mt_core.optim.master_weights import UnshardedWeights, trained_parameters
-from mt_core.parallel.context import AxisName, ParallelContext
+from mt_core.parallel.collectives import all_gather
+from mt_core.parallel.context import SINGLE, Axis, AxisName, ParallelContext
 from mt_core.tensor_slice import TensorSlice
 
 
@@ -26,7 +28,8 @@ class ShardOptions:
     """compute_dtype: of weights and activations. reshard_after_forward: ZeRO-3, else ZeRO-2. split_backward: input and
     weight gradients are computed apart, so that weights stay unsharded until the last pass of a step. user_buffers:
     what is sent is in memory that NCCL registers. reduce_each_pass: gradients are accumulated sharded, and sent in each
-    pass of a step; else unsharded, and sent in the last one."""
+    pass of a step; else unsharded, and sent in the last one. over_instances: instances with the same shards share the
+    optimizer's state."""
 
     compute_dtype: torch.dtype = torch.float32
     reshard_after_forward: bool = True
@@ -34,6 +37,32 @@ class ShardOptions:
     split_backward: bool = False
     user_buffers: bool = False
     reduce_each_pass: bool = False
+    over_instances: bool = False
+
+
+@dataclass(frozen=True)
+class UpdatedRows:
+    """The rows of a shard that this rank updates: as many as each instance has, or fewer at the end."""
+
+    instances: Axis
+    rows: int
+
+    @property
+    def each(self) -> int:
+        return -(-self.rows // self.instances.size)
+
+    def of(self, shard: Tensor) -> Tensor:
+        """A view."""
+        return shard[self.first : self.first + self.each]
+
+    @property
+    def first(self) -> int:
+        return min(self.each * self.instances.rank, self.rows)
+
+    def collect(self, own: Tensor) -> Tensor:
+        """The whole shard from the rows of all instances. Collective over them."""
+        missing = own.new_zeros((self.each - own.shape[0], *own.shape[1:]))
+        return all_gather(torch.cat((own, missing)), 0, self.instances)[: self.rows]
 
 
 class FullyShardedWeights(UnshardedWeights):
@@ -42,11 +71,17 @@ class FullyShardedWeights(UnshardedWeights):
     def __init__(self, model: nn.Module, ctx: ParallelContext, options: ShardOptions) -> None:
         super().__init__(model)
         # Layouts are read before: afterwards the parameters are DTensors.
-        fully_shard_model(model, parameter_layouts(model), ctx, options)
+        layouts = parameter_layouts(model)
+        fully_shard_model(model, layouts, ctx, options)
         self._parameters: dict[str, Any] = dict(model.named_parameters())  # DTensors
         # Views of FSDP's shards. The optimizer works on plain tensors, since kernels on DTensors dispatch several times
         # slower.
-        self._own = {name: nn.Parameter(p.to_local().detach()) for name, p in self._trained()}
+        shards = {name: p.to_local().detach() for name, p in self._trained()}
+        self._updated = {
+            name: UpdatedRows(ctx.axis(SHARDS[layouts[name].replicas][1]) if options.over_instances else SINGLE, len(x))
+            for name, x in shards.items()
+        }
+        self._own = {name: nn.Parameter(self._updated[name].of(x)) for name, x in shards.items()}
         self._passes = 0
         self._split_backward, self._reduces_each_pass = options.split_backward, options.reduce_each_pass
         # The passes of several stages interleave, so FSDP's own end-of-backward callback would come too early.
@@ -89,9 +124,15 @@ class FullyShardedWeights(UnshardedWeights):
             gradient = parameter.grad
             # The optimizer skips a parameter without a gradient. With zeros it steps every shard on every rank, as it
             # does with ParamAndGradBuffer.
-            self._own[name].grad = torch.zeros_like(self._own[name]) if gradient is None else gradient.to_local()
+            rows = None if gradient is None else self._updated[name].of(gradient.to_local())
+            self._own[name].grad = torch.zeros_like(self._own[name]) if rows is None else rows
 
-    def copy_to_model(self) -> None: ...
+    @torch.no_grad()
+    def copy_to_model(self) -> None:
+        """Collect the rows that other instances have updated."""
+        for name, updated in self._updated.items():
+            if updated.instances.size > 1:
+                self._parameters[name].to_local().copy_(updated.collect(self._own[name].detach()))
 
     def copy_from_model(self) -> None: ...
 
@@ -99,7 +140,9 @@ class FullyShardedWeights(UnshardedWeights):
         from torch.distributed.tensor import DTensor
 
         assert part is not None
-        of = self._parameters[name]
+        of, updated = self._parameters[name], self._updated.get(name)
+        if updated is not None and updated.instances.size > 1:
+            part = updated.collect(part)
         # shape and stride are given because from_local otherwise assumes equal shards, and the last ones may be shorter
         # or empty.
         return DTensor.from_local(
@@ -111,9 +154,18 @@ class FullyShardedWeights(UnshardedWeights):
 
         of = self._parameters[name]
         # src_data_rank=None: every rank has the same local tensor and cuts its shard without a broadcast.
-        return distribute_tensor(local, of.device_mesh, of.placements, src_data_rank=None).to_local()
+        shard = distribute_tensor(local, of.device_mesh, of.placements, src_data_rank=None).to_local()
+        return self._updated[name].of(shard) if name in self._updated else shard
 
     def owned_slices(self, name: str) -> list[TensorSlice]:
+        """The rows that this rank updates."""
+        (shard,) = self._shard_slices(name)
+        if (updated := self._updated.get(name)) is None:
+            return [shard]
+        first, shape = shard.start[0] + updated.first, tuple(self._own[name].shape)
+        return [TensorSlice((first, *shard.start[1:]), shape)]
+
+    def _shard_slices(self, name: str) -> list[TensorSlice]:
         """This rank's rows, as torch.chunk divides them over the `shard` axis."""
         whole = self._parameters[name]
         mesh = whole.device_mesh
@@ -125,7 +177,7 @@ class FullyShardedWeights(UnshardedWeights):
         return [TensorSlice((first,) + (0,) * (len(shape) - 1), shape)]
 
     def owned_weight(self, name: str) -> tuple[list[TensorSlice], Tensor]:
-        return self.owned_slices(name), self._parameters[name].to_local().detach()
+        return self._shard_slices(name), self._parameters[name].to_local().detach()
 
 
 def ends_when_told() -> bool:

@@ -259,6 +259,11 @@ def build_initialized_model(
     return model
 
 
+def shards_over_instances(config: Config) -> bool:
+    """Whether the instances that replicate weights have parts of the optimizer's state."""
+    return config.parallel.use_torch_fsdp2 and config.parallel.outer_dp_sharding_strategy == "optim"
+
+
 def shards_state(config: Config) -> bool:
     """Whether gradients and optimizer state are sharded over the ranks that hold the same weights."""
     return config.parallel.use_distributed_optimizer or config.parallel.use_torch_fsdp2
@@ -330,6 +335,7 @@ def _shard_options(config: Config, host: PluginHost) -> ShardOptions:
         splits_backward(parallel, host),
         parallel.nccl_ub,
         parallel.fsdp_reduce_each_micro_batch,
+        shards_over_instances(config),
     )
 
 

@@ -219,6 +219,19 @@ def _encoder_stages(value: int, values: Mapping[str, Any], host: PluginHost) -> 
         yield f"{ENCODER_STAGES}, with another number of layers than the decoder's have"
 
 
+def _outer_of_experts(value: str, values: Mapping[str, Any], host: PluginHost) -> Iterator[str]:
+    outer = values.get("outer_dp_sharding_strategy", "no_shard")
+    if value != outer:
+        yield f"the state of experts sharded as {value} and the others' as {outer}; both are sharded alike"
+
+
+def _outer(value: str, values: Mapping[str, Any], host: PluginHost) -> Iterator[str]:
+    fsdp = values.get("use_megatron_fsdp") or values.get("use_megatron_fsdp_v2")
+    strategy = values.get("data_parallel_sharding_strategy", "optim_grads_params")
+    if value != "no_shard" and not (fsdp and strategy.startswith("optim_grads")):
+        yield "a second sharding over groups of data-parallel ranks without FSDP, which has it"
+
+
 def _ssm_states(value: str, given: Mapping[str, Any], host: PluginHost) -> Iterator[str]:
     if value not in ("fp32", "float32"):
         yield f"states of Mamba layers in {value}; they are in fp32"
@@ -228,6 +241,8 @@ _CHECKS: Mapping[str, Check] = {
     "use_legacy_models": _legacy_models,
     "encoder_pipeline_model_parallel_size": _encoder_stages,
     "mamba_training_ssm_states_dtype": _ssm_states,
+    "outer_dp_sharding_strategy": _outer,
+    "expert_outer_dp_sharding_strategy": _outer_of_experts,
     "spec": _spec,
     "use_checkpoint_args": _checkpoint_arguments,
     "exit_signal": _exit_signal,

@@ -24,7 +24,7 @@ from mt_core.optim.param_and_grad_buffer import SHARDS, ParamAndGradBuffer
 from mt_core.parallel.context import ParallelContext
 from mt_core.parallel.pipeline.schedules import splits_backward
 from mt_core.plugins import PluginHost
-from mt_core.train.build import DTYPES, build_weights, shards_state
+from mt_core.train.build import DTYPES, build_weights, shards_over_instances, shards_state
 from mt_tools.plan.ledger import Flow, Ledger
 
 FP32 = 4
@@ -242,7 +242,7 @@ def _fully_sharded_cost(
             size = ctx.axis(SHARDS[layouts[name].replicas][0]).size
             share = -(-shape[0] // size) * math.prod(shape[1:])  # rows of the largest shard
             sharded, whole, gathered = sharded + share, whole + math.prod(shape), gathered + share * size
-            optimizer_state += state.of(is_matrix(name, layouts[name]), share)
+            optimizer_state += state.of(is_matrix(name, layouts[name]), _updated(shape, layouts[name], ctx, config))
         shard, replicate = (ctx.axis(axis) for axis in SHARDS[layouts[names[0]].replicas])
         waiting = max(waiting, gathered)
         if shard.size > 1:
@@ -253,6 +253,8 @@ def _fully_sharded_cost(
             reductions.sent("dp", "reduce_scatter", gathered * reduced)
         if replicate.size > 1:
             reductions.sent("dp", "all_reduce", gathered / shard.size * reduced)
+            if shards_over_instances(config):
+                ledger.sent("dp", "all_gather", gathered / shard.size * FP32)
     # Resharded: the layer at hand and the next one, which is prefetched.
     collected = whole if not config.parallel.fsdp_reshard_after_forward else 2 * waiting
     return WeightCost(
@@ -302,3 +304,10 @@ def fsdp_units(model: nn.Module) -> list[list[str]]:
     # Shared parameters are among these or in one layer: by identity, each once.
     units.append([name for name, parameter in named if id(parameter) not in inside])
     return [unit for unit in units if unit]
+
+
+def _updated(shape: torch.Size, layout: ParameterLayout, ctx: ParallelContext, config: Config) -> int:
+    """Elements of a parameter that a rank updates: the rows of the largest shard, or its part of them."""
+    shard, replicate = (ctx.axis(name) for name in SHARDS[layout.replicas])
+    rows = -(-shape[0] // shard.size)
+    return (-(-rows // replicate.size) if shards_over_instances(config) else rows) * math.prod(shape[1:])
