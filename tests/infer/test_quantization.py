@@ -5,6 +5,8 @@ from __future__ import annotations
 import inspect
 import math
 import re
+import time
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -40,6 +42,7 @@ from mt_infer.quantization.weights import (
 )
 from mt_infer.sampling.parameters import SamplingParameters
 from mt_infer.text import TextGenerator
+from mt_tools.bench.timing import elapsed
 
 GREEDY = SamplingParameters(temperature=0.0, max_tokens=5, logprobs=1, prompt_logprobs=0)
 FORMATS = ("int8", "int4", "fp8")
@@ -139,6 +142,20 @@ def test_int8_products_round_the_rows_of_both_operands(rows: int, bias: bool) ->
         exact.view_as(expected) + (0 if added is None else added), expected, atol=1e-5, rtol=1e-5
     )
     torch.testing.assert_close(nn.functional.embedding(torch.tensor([3, 0]), weight), rounded_rows(dense)[[3, 0]])
+
+
+def test_int8_products_of_this_cpu_are_no_reference_kernel() -> None:
+    """oneDNN has some of its int8 products for certain CPUs alone; elsewhere they take hundreds of times as long."""
+    x, dense = torch.randn(4, 512), torch.randn(1024, 512)
+    weight = Int8Matrix(quantize_int8(dense), torch.float32)
+
+    def least(call: Callable[[], object]) -> float:
+        call()  # packs the matrix
+        return min(elapsed(call, time.process_time) for _ in range(5))
+
+    with torch.inference_mode():
+        fp32 = least(lambda: nn.functional.linear(x, dense))
+        assert least(lambda: nn.functional.linear(x, weight)) < 20 * fp32
 
 
 @pytest.mark.slow

@@ -427,8 +427,12 @@ def packed_linear(x: Tensor, packed: Tensor, bias: Tensor | None) -> Tensor:
 
 
 def pack_int8_weight(weight: Tensor) -> Tensor | None:
-    """int8 [N, K] in oneDNN's own order, for products on a CPU; None where torch lacks the operators."""
+    """int8 [N, K] in oneDNN's own order, for products on a CPU with AMX; None elsewhere: without AMX oneDNN has no
+    kernel for signed inputs and such weights, and its reference takes several hundred times as long as `int8_product`.
+    """
     if weight.device.type != "cpu" or not hasattr(torch.ops.onednn, "qlinear_prepack"):
+        return None
+    if not torch.cpu._is_amx_tile_supported():
         return None
     packed: Tensor = torch.ops.onednn.qlinear_prepack(weight, None)
     return packed

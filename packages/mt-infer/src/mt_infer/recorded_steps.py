@@ -40,6 +40,8 @@ OUT_VARIANTS: dict[Any, Any] = {
     aten.pow.Tensor_Scalar: aten.pow.Tensor_Scalar_out,
     aten.mean.dim: aten.mean.out,
     aten.index_select.default: aten.index_select.out,
+    aten.linalg_vector_norm.default: aten.linalg_vector_norm.out,
+    aten._int_mm.default: aten._int_mm.out,
 }
 """Operator -> its form that writes into given memory. The results of others are copied there."""
 PACKED_ROWS = 3
@@ -220,6 +222,8 @@ EXPANSIONS: dict[Any, Callable[..., list[Callable[[], object]]]] = {
     aten.rms_norm.default: _rms_norm,
     aten.flatten.using_ints: _copied,
     aten.reshape.default: _copied,
+    aten.to.dtype: _copied,
+    aten._to_copy.default: _copied,
 }
 """Operator -> calls that put its result into given memory; none where that is not possible."""
 

@@ -36,7 +36,7 @@ class Int8Matrix(Tensor):
     stored: Stored
     """int8 [..., out, in] and scales [..., out, 1] in fp32."""
     packed: tuple[Tensor, Tensor] | None
-    """On a CPU: the matrix as oneDNN orders it, made with the first product, and zero points."""
+    """On a CPU with AMX: the matrix as oneDNN orders it, made with the first product, and zero points."""
     experts: list[Int8Matrix]
     """Those of [experts, out, in]."""
 
@@ -97,7 +97,7 @@ def _product(values: Tensor, weight: Int8Matrix) -> Tensor:
         weight.packed = packed, torch.zeros(len(matrix), dtype=torch.int32)
     if weight.packed is not None:
         return packed_int8_linear(values, weight.packed[0], scale, weight.packed[1])
-    return int8_product(values, matrix).float() * scale
+    return int8_product(values, matrix) * scale
 
 
 def looked_up(ids: Tensor, table: Int8Matrix) -> Tensor:
