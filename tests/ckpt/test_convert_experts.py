@@ -113,6 +113,32 @@ def test_a_stack_with_an_expert_too_few(make_model, host, tmp_path: Path) -> Non
     assert "[5, 32, 48] in the model" in message
 
 
+@pytest.mark.parametrize("rows", [0, 1])
+def test_shared_experts_of_no_width_are_those_of_a_model_without_them(
+    make_model, host, tmp_path: Path, rows: int
+) -> None:
+    """transformers writes tensors without elements for `n_shared_experts = 0`; others are of another model."""
+    convert(make_model(**MODELS["deepseek"]), tmp_path / "hf", saver="hf", host=host)
+    (tmp_path / "hf" / "mt-checksums.json").unlink()  # tests change the files
+    config = tmp_path / "hf" / "config.json"
+    config.write_text(json.dumps(json.loads(config.read_text()) | {"n_shared_experts": 0}))
+    changed(tmp_path / "hf", lambda tensors: tensors.update(narrowed(tensors, "shared_experts", rows)))
+    if rows:
+        assert "shared_experts.gate_proj.weight is in the checkpoint but unknown" in refused(tmp_path / "hf", host)
+    else:
+        convert(tmp_path / "hf", tmp_path / "ours", saver="mt", host=host)
+        assert not [name for name in tensors_of(open_checkpoint(tmp_path / "ours")) if "shared_experts" in name]
+
+
+def narrowed(tensors: Tensors, part: str, rows: int) -> Tensors:
+    """The matrices of the feed-forwards `part` with so many channels between them."""
+    of_part = {name: tensor for name, tensor in tensors.items() if part in name}
+    return {
+        name: (tensor[:, :rows] if "down_proj" in name else tensor[:rows]).contiguous()
+        for name, tensor in of_part.items()
+    }
+
+
 def test_ours_with_an_expert_too_few_is_not_written(make_model, host, tmp_path: Path) -> None:
     reader = open_checkpoint(make_model(**MODELS["mixtral"]))
     tensors = tensors_of(reader)

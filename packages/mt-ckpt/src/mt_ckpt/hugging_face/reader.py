@@ -19,7 +19,7 @@ from mt_ckpt.files.stored_formats import StoredFormat
 from mt_ckpt.hugging_face.absent_layers import absent_layers
 from mt_ckpt.hugging_face.activation_scales import ActivationScales
 from mt_ckpt.hugging_face.family import Family, held_config, require_names
-from mt_ckpt.hugging_face.tensors import TensorFile, TensorFiles, infer
+from mt_ckpt.hugging_face.tensors import TensorFile, TensorFiles, infer, with_elements
 from mt_ckpt.hugging_face.tokenizer import image_processor, read_tokenizer_files, tokenizer_config
 from mt_ckpt.hugging_face.variants import identify_variant
 from mt_ckpt.pickles.torch_file import NamedTensorsFile
@@ -51,6 +51,7 @@ def open_checkpoint(path: Path, host: PluginHost) -> HuggingFaceReader:
     written = WrittenFiles(path)
     external = _read_json(path / CONFIG, written)
     tensors, external = dequantized(_open_tensors(path, written), _with_settings_beside(path, external, written))
+    tensors = with_elements(tensors)
     identified = identify_variant(external, list(tensors.infos), host)
     family, config = identified.family, identified.config
     # Optional in a family of a plugin.

@@ -52,6 +52,13 @@ class Renamed:
         return self._tensors.read(self._names[name])
 
 
+def with_elements(tensors: ExternalTensors) -> ExternalTensors:
+    """The same without tensors that have no elements, which transformers writes for a layer of width 0, such as the
+    shared experts of a model that has none: they add nothing to what is computed."""
+    names = {name: name for name, info in tensors.infos.items() if 0 not in info.shape}
+    return tensors if len(names) == len(tensors.infos) else Renamed(tensors, names)
+
+
 # -- shapes that the rules of a name map give, by carrying them out on tensors without values -----------
 
 
