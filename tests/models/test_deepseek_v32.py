@@ -301,6 +301,14 @@ def test_fields_of_a_configuration(host, kind, fields, words) -> None:
         family.read_config(given)
 
 
+@pytest.mark.parametrize("kind", ["deepseek_v32", "glm_moe_dsa"])
+def test_head_dim_is_what_positions_rotate_whatever_a_file_says(host, kind) -> None:
+    """The classes overwrite it."""
+    external = {"model_type": kind, **{key: value for key, value in SHAPE.items() if "implementation" not in key}}
+    family = ref.family_of(host, kind)
+    assert family.read_config({**external, "head_dim": 18}) == family.read_config(external)
+
+
 def test_the_divergence_is_exact_near_and_far() -> None:
     """Of nearly equal distributions, and of keys with a weight of 0 or of almost none."""
     generator = torch.Generator().manual_seed(0)

@@ -64,6 +64,10 @@ SHAPE = {
     "attn_implementation": "eager",
     "experts_implementation": "eager",
 }
+TABLES = {
+    kind: {"rope_type": "default", "rope_theta": base, "partial_rotary_factor": 0.4}
+    for kind, base in (("main", 500.0), ("compress", 700.0))
+}
 YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 16, "beta_fast": 8, "beta_slow": 1}
 NO_GRADIENT = (
     "router.expert_bias",
@@ -300,12 +304,26 @@ def test_a_table_of_experts_needs_a_family_that_reads_tokens(host) -> None:
         ({"mlp_layer_types": ["moe", "hash_moe", "moe", "moe"]}, "hash_moe has to come before moe"),
         ({"layer_types": ["full_attention"] * 4}, r"layer_types has \['full_attention'\]"),
         ({"compress_ratios": [0, 3, 5, 0]}, "layer_types and compress_ratios contradict each other"),
+        (
+            {"rope_parameters": TABLES, "rope_scaling": YARN},
+            "rope_parameters=.* and rope_scaling=.* contradict each other",
+        ),
     ],
 )
 def test_a_configuration_that_cannot_be_read(host, fields, words) -> None:
     external = {key: value for key, value in SHAPE.items() if "implementation" not in key}
     with pytest.raises(ConfigError, match=words):
         ref.family_of(host, "deepseek_v4").read_config({"model_type": "deepseek_v4", **external, **fields})
+
+
+def test_a_scaling_of_the_default_type_beside_tables_of_both_kinds_does_not_count(host) -> None:
+    """The class reads the tables alone."""
+    external = {key: value for key, value in SHAPE.items() if "implementation" not in key}
+    external |= {"model_type": "deepseek_v4", "rope_parameters": TABLES, "partial_rotary_factor": 0.4}
+    family = ref.family_of(host, "deepseek_v4")
+    expected = family.read_config(external)
+    assert (expected["rotary_base"], expected["compress_rotary_base"]) == (500.0, 700.0)
+    assert family.read_config({**external, "rope_scaling": {"type": "default", "factor": 2.0}}) == expected
 
 
 def test_connections_read_and_write_by_what_is_chosen(host, monkeypatch) -> None:

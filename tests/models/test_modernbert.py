@@ -122,7 +122,11 @@ def test_flops_count_the_keys_within_the_window(build) -> None:
         ({"tie_word_embeddings": False}, "tie_word_embeddings=False is not supported"),
         ({"mlp_dropout": 0.1}, "mlp_dropout=0.1 is not supported"),
         ({"layer_types": ["full_attention"] * 2 + ["sliding_attention"] * 3}, "layer_types=.* is not supported"),
-        ({"rope_parameters": {**TABLES, "full_attention": {"rope_type": "linear", "factor": 2.0}}}, "type linear"),
+        (
+            {"rope_parameters": {**TABLES, "full_attention": {"rope_type": "linear", "factor": 2.0}}},
+            "full_attention=.*'linear'.* rope_type can be default, with rope_theta$",
+        ),
+        ({"rope_scaling": {"rope_type": "linear", "factor": 2.0}}, "rope_scaling=.* is not supported; it can be null"),
         ({"rope_parameters": TABLES, "global_rope_theta": 3.0}, "contradict each other"),
         ({"architectures": ["ModernBertForTokenClassification"]}, "architectures='ModernBertForTokenClassification'"),
         ({"hidden_activation": "relu"}, "hidden_activation='relu' is not supported"),
@@ -132,6 +136,17 @@ def test_a_configuration_that_cannot_be_read(fields, words) -> None:
     external = {key: value for key, value in SHAPE.items() if "implementation" not in key}
     with pytest.raises(ConfigError, match=words):
         HUGGING_FACE.read_config({"model_type": "modernbert", **external, **fields})
+
+
+def test_parameters_of_scaled_frequencies_do_not_count_without_a_scaling() -> None:
+    """transformers writes them beside the type default, and its classes read none of them."""
+    further = {"factor": 2.0, "beta_fast": 2.0, "mscale": 0.4, "partial_rotary_factor": 0.5}
+    tables = {kind: {**table, **further} for kind, table in TABLES.items()}
+    plain, beside = (
+        HUGGING_FACE.read_config({"model_type": "modernbert", "rope_parameters": table, **scaling})
+        for table, scaling in ((TABLES, {}), (tables, {"rope_scaling": {"rope_type": "default", **further}}))
+    )
+    assert beside == plain
 
 
 @pytest.mark.parametrize(

@@ -231,6 +231,12 @@ FURTHER_ACTIVATIONS: Mapping[str, str] = {
     "swish": "silu",
 }
 """Further names of transformers for activations -> ours. Each computes the same, and none is written."""
+GELU_TANH = (
+    "gelu_pytorch_tanh",
+    "gelu_new",
+    *(key for key, ours in FURTHER_ACTIVATIONS.items() if ours == "gelu_tanh"),
+)
+"""Names of one activation; the first is written."""
 
 CLASS_KEYS = ("id2label", "label2id", "num_labels")
 DEFAULT_CLASSES = 2

@@ -379,11 +379,7 @@ BAILING_HYBRID = ConfigMap(
                 "score_function": "sigmoid",
                 "scoring_func": "sigmoid",
                 "topk_method": "noaux_tc",
-                "group_norm_size": 1,
                 "mtp_use_kda": False,
-                "num_kv_heads_for_linear_attn": 0,
-                "embedding_dropout": 0.0,
-                "output_dropout": 0.0,
             }.items()
         ),
     ),
@@ -391,6 +387,10 @@ BAILING_HYBRID = ConfigMap(
         **IGNORED,
         **MOE_IGNORED,
         "mtp_loss_scaling_factor": "of the loss in the publisher's training; model.mtp_loss_scaling_factor sets it",
+        **dict.fromkeys(
+            ("group_norm_size", "num_kv_heads_for_linear_attn", "embedding_dropout", "output_dropout"),
+            "no layer of the class reads it",
+        ),
         "qk_head_dim": "the sum of other fields",
         "pretraining_tp": "how another program computed matrices",
         "router_dtype": "of the router's products, which are fp32",

@@ -44,9 +44,10 @@ def rope_of_kind(parameters: Mapping[str, Any] | None, base: float, kind: str, t
     theta = float(table.pop("rope_theta"))
     # Those of other types do not count.
     if name not in types or set(table) - SCALING_PARAMETERS:
+        further = ", and for proportional partial_rotary_factor and factor" if "proportional" in types else ""
         raise ConfigError(
             f"rope_parameters.{kind}={dict(parameters or {})} is not supported: rope_type can be {' or '.join(types)}, "
-            "with rope_theta, and for proportional partial_rotary_factor and factor"
+            f"with rope_theta{further}"
         )
     # The frequencies of the type default depend on neither.
     share, factor = (share, factor) if name == "proportional" else (1.0, 1.0)

@@ -61,6 +61,8 @@ def import_extra(external: Mapping[str, Any], defaults: Mapping[str, Any]) -> di
         raise ConfigError("q_lora_rank=None is not supported: the queries of the indexer come from the same latent")
     stated = deepseek.with_dense_counted(external)
     with_defaults = {**defaults, **{key: value for key, value in stated.items() if value is not None}}
+    # These classes set it to qk_rope_head_dim, whatever a file says.
+    with_defaults.pop("head_dim", None)
     kinds = with_defaults.pop("layer_types", None)
     if kinds is not None and set(kinds) != {"indexed_attention"}:
         raise ConfigError(f"layer_types={kinds} is not supported; every layer can be indexed_attention alone")

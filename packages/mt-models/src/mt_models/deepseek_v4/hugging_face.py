@@ -257,9 +257,9 @@ def _import_kinds(external: Mapping[str, Any], layers: int) -> dict[str, Any]:
 
 
 def _import_rope(external: Mapping[str, Any]) -> dict[str, Any]:
-    table = one_of(external, ("rope_parameters", "rope_scaling"), {})
+    table = one_of(_with_one_table(external), ("rope_parameters", "rope_scaling"), {})
     base, compressed_base = external.get("rope_theta", 10000.0), external.get("compress_rope_theta", 160000.0)
-    if isinstance(table.get("main"), Mapping) and isinstance(table.get("compress"), Mapping):
+    if _has_both_kinds(table):
         for kind in ("main", "compress"):
             _require_share(external, kind, table[kind])
         main, table = _without_share(table["main"]), _without_share(table["compress"])
@@ -273,6 +273,20 @@ def _import_rope(external: Mapping[str, Any]) -> dict[str, Any]:
             # Queries and keys are not lengthened where a file does not say it.
             scaling.setdefault("rope_attention_factor", 1.0)
     return {"rotary_base": float(base), "compress_rotary_base": float(compressed_base), **scaling}
+
+
+def _has_both_kinds(table: Any) -> bool:
+    return isinstance(table, Mapping) and all(isinstance(table.get(kind), Mapping) for kind in ("main", "compress"))
+
+
+def _with_one_table(external: Mapping[str, Any]) -> Mapping[str, Any]:
+    """Without a rope_scaling of the type default beside a table of each kind of layer, which alone the class reads."""
+    scaling = external.get("rope_scaling")
+    if not isinstance(scaling, Mapping) or not _has_both_kinds(external.get("rope_parameters")):
+        return external
+    if scaling.get("rope_theta") is not None or import_scaling(_without_share(scaling)):
+        return external
+    return {key: value for key, value in external.items() if key != "rope_scaling"}
 
 
 def _require_share(external: Mapping[str, Any], kind: str, table: Mapping[str, Any]) -> None:
@@ -442,11 +456,11 @@ DEEPSEEK_V4 = ConfigMap(
         Fixed("mlp_bias", (False,), written=False),
         Fixed("tie_word_embeddings", (False,)),
         Fixed("topk_method", ("noaux_tc",)),
-        Fixed("router_jitter_noise", (0.0,), written=False),
     ),
     ignored={
         **IGNORED,
         **MOE_IGNORED,
+        "router_jitter_noise": "no layer of the class reads it",
         "expert_dtype": "the dtype of stored experts, which their tensors say",
         **dict.fromkeys(
             ("dspark_target_layer_ids", "dspark_markov_rank", "dspark_block_size", "dspark_noise_token_id"), DSPARK

@@ -26,7 +26,7 @@ from mt_models.blocks.hugging_face_decoder import (
 )
 from mt_models.gemma.config import GemmaConfig
 from mt_models.hugging_face import (
-    FURTHER_ACTIVATIONS,
+    GELU_TANH,
     IGNORED,
     NOT_A_CHOICE,
     HuggingFaceFamily,
@@ -113,11 +113,6 @@ def _own_fields(*, positions: int, final_cap: float | None) -> tuple[Field, ...]
     )
 
 
-GELU_TANH = (
-    "gelu_pytorch_tanh",
-    "gelu_new",
-    *(key for key, ours in FURTHER_ACTIVATIONS.items() if ours == "gelu_tanh"),
-)
 FIXED = (
     Fixed("hidden_activation", (*GELU_TANH, None)),
     Fixed("attention_bias", (False,)),

@@ -35,7 +35,7 @@ from mt_models.blocks.hugging_face_tower import import_placeholders
 from mt_models.blocks.moe import ANY, MoEOptions
 from mt_models.gemma4.config import Gemma4Config
 from mt_models.hugging_face import (
-    FURTHER_ACTIVATIONS,
+    GELU_TANH,
     IGNORED,
     NOT_A_CHOICE,
     HuggingFaceFamily,
@@ -265,11 +265,6 @@ PER_LAYER_FIELDS = (
     Field("hidden_size_per_layer_input", "hidden_size_per_layer_input", lambda size: size or 0, default=256),
     Field("vocab_size_per_layer_input", "vocab_size_per_layer_input", default=262144),
 )
-GELU_TANH = (
-    "gelu_pytorch_tanh",
-    "gelu_new",
-    *(key for key, ours in FURTHER_ACTIVATIONS.items() if ours == "gelu_tanh"),
-)
 FIXED = (
     Fixed("hidden_activation", GELU_TANH),
     Fixed("attention_bias", (False,)),
@@ -300,6 +295,10 @@ def export_text(model: Mapping[str, Any]) -> dict[str, Any]:
     }
 
 
+def export_unified(model: Mapping[str, Any]) -> dict[str, Any]:
+    return {**export_text(model), "hidden_size_per_layer_input": 0}
+
+
 def export_moe(config: Gemma4Config) -> dict[str, Any]:
     if config.moe is None:
         return dict(zip(MOE_KEYS, (False, None, None, None), strict=True))
@@ -320,11 +319,14 @@ GEMMA4 = ConfigMap(
 GEMMA4_UNIFIED = ConfigMap(
     architecture=UNIFIED,
     fields=own_fields(positions=262144, window=1024),
-    fixed=(*FIXED, Fixed("hidden_size_per_layer_input", (0, None)), Fixed("enable_moe_block", (False,))),
-    ignored={**IGNORED, "vocab_size_per_layer_input": WITHOUT_PER_LAYER},
+    fixed=(*FIXED, Fixed("enable_moe_block", (False,))),
+    ignored={
+        **IGNORED,
+        **dict.fromkeys(("hidden_size_per_layer_input", "vocab_size_per_layer_input"), WITHOUT_PER_LAYER),
+    },
     import_extra=import_unified,
     import_extra_keys=KEYS,
-    export_extra=export_text,
+    export_extra=export_unified,
 )
 
 OF_TOWERS = "of the towers for pictures and sound, which this family does not have: text alone is computed"

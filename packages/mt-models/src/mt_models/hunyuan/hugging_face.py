@@ -187,8 +187,6 @@ HUNYUAN_MOE = ConfigMap(
         Fixed("moe_layer_num_skipped", (0,), written=False),
         Fixed("routed_scaling_factor", (1.0,), written=False),
         Fixed("group_limited_greedy", (False,), written=False),
-        Fixed("n_group", (None, 1), written=False),
-        Fixed("topk_group", (None, 1), written=False),
         Fixed("use_mla", (False,), written=False),
         Fixed("position_embedding_xdrope", (False,), written=False),
     ),
@@ -197,6 +195,7 @@ HUNYUAN_MOE = ConfigMap(
         **MOE_IGNORED,
         **dict.fromkeys(OF_IMAGES, "of images; the class does not read it"),
         **dict.fromkeys(OF_LATENTS, "only counts with use_mla"),
+        **dict.fromkeys(("n_group", "topk_group"), "only counts with group_limited_greedy"),
         **dict.fromkeys(
             ("capacity_factor", "moe_drop_tokens", "moe_random_routing_dropped_token"),
             "of the code that trained the model; the class drops no token",

@@ -17,9 +17,10 @@ from mt_core.config_map import ConfigMap, Field, Fixed, require_known
 from mt_core.errors import ConfigError
 from mt_core.name_map import GroupedQKV, NameMap, Rule, Same
 from mt_models.deepseek import hugging_face as deepseek
-from mt_models.hugging_face import IGNORED, NOT_A_CHOICE, HuggingFaceFamily, Preprocessor
+from mt_models.hugging_face import GELU_TANH, IGNORED, NOT_A_CHOICE, HuggingFaceFamily, Preprocessor
 from mt_models.kimi_k25.config import KimiK25Config, MoonVitConfig
 from mt_models.llava.image_processor import read_processor, require_fields, trained_keys, written_processor
+from mt_models.qwen_vl.hugging_face import AXIAL
 
 # -- configuration -----------------------------------------------------------------------------------
 
@@ -49,7 +50,7 @@ def import_positions(external: Mapping[str, Any]) -> dict[str, Any]:
             f"vision_config: pos_emb_height={rows}, pos_emb_width={columns} and merge_kernel_size={merged} are not "
             "supported; learned positions and merged patches are those of squares"
         )
-    if rope.get("rope_type", "axial") != "axial":
+    if rope.get("rope_type", "axial") not in AXIAL:
         raise ConfigError(f"vision_config.rope_parameters={rope} is not supported; positions of patches are axial")
     return {
         "num_position_embeddings": rows**2,
@@ -86,7 +87,7 @@ VISION = ConfigMap(
         Field("initializer_range", "init_method_std", float, default=0.02),
     ),
     fixed=(
-        Fixed("hidden_act", ("gelu_pytorch_tanh",)),
+        Fixed("hidden_act", GELU_TANH),
         Fixed("merge_type", ("sd2_tpool",)),
         Fixed("pos_emb_type", ("divided_fixed",)),
         Fixed("mm_projector_type", ("patchmerger",)),

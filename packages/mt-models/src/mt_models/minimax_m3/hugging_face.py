@@ -272,6 +272,7 @@ def export_extra(model: Mapping[str, Any]) -> dict[str, Any]:
         **export_bias(moe),
         **export_balance(moe),
         **blocks,
+        "hidden_act": "silu",
         "index_n_heads": config.index_heads,
         ROTATED: config.rotary_dim,
         SHARE: config.rotary_percent,
@@ -295,8 +296,6 @@ MINIMAX_M3 = ConfigMap(
         Field("head_dim", "kv_channels", default=128),
     ),
     fixed=(
-        # The class has one activation. Published files name it swigluoai, transformers writes silu.
-        Fixed("hidden_act", ("silu", "swigluoai")),
         Fixed("swiglu_alpha", (1.702,)),
         Fixed("swiglu_limit", (7.0,)),
         Fixed("swiglu_beta", (1.0,), written=False),
@@ -314,6 +313,7 @@ MINIMAX_M3 = ConfigMap(
     ignored={
         **IGNORED,
         **MOE_IGNORED,
+        "hidden_act": "the class has one activation, and sets silu for what published files name swigluoai",
         "router_jitter_noise": "no layer of the class reads it",
         **dict.fromkeys(
             ("use_mtp", "num_mtp_modules", "mtp_transformer_layers", "num_nextn_predict_layers"),

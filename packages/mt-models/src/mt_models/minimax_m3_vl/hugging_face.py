@@ -74,7 +74,7 @@ VISION = ConfigMap(
         Field("initializer_range", "init_method_std", float, default=0.02),
     ),
     fixed=(
-        Fixed("hidden_act", ("gelu",)),
+        Fixed("hidden_act", ("gelu", "gelu_python")),
         Fixed("attention_dropout", (0.0,)),
         Fixed("position_embedding_type", ("rope",), written=False),
         Fixed("rope_mode", ("3d",), written=False),

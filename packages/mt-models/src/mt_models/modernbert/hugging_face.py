@@ -8,6 +8,8 @@ from typing import Any
 from mt_core.config_map import ConfigMap, Field, Fixed, require_known
 from mt_core.errors import ConfigError
 from mt_core.name_map import GroupedQKV, NameMap, Rule, Same
+from mt_models.blocks.hugging_face_decoder import FULL, SLIDING, import_scaling
+from mt_models.blocks.hugging_face_rope_by_kind import rope_of_kind
 from mt_models.hugging_face import (
     FURTHER_ACTIVATIONS,
     IGNORED,
@@ -25,7 +27,6 @@ PLAIN = {"gelu": "gelu", "gelu_pytorch_tanh": "gelu_tanh", "gelu_new": "gelu_tan
 PLAIN |= FURTHER_ACTIVATIONS
 GATED = {"gelu": "geglu", "gelu_tanh": "geglu_tanh", "silu": "swiglu"}
 """Our plain activation -> the gated one of it."""
-FULL, SLIDING = "full_attention", "sliding_attention"
 BASES = {FULL: ("global_rope_theta", 160000.0), SLIDING: ("local_rope_theta", 10000.0)}
 """Kind of layer -> the key of its base beside the table, and the base where a file says none."""
 CLASSES = {"ModernBertForMaskedLM": True, "ModernBertModel": False}
@@ -57,10 +58,9 @@ def base_of(external: Mapping[str, Any], kind: str) -> float:
     tables = external.get("rope_parameters") or {}
     if set(tables) - set(BASES):
         raise ConfigError(f"rope_parameters={tables} is not supported: it has the keys {FULL} and {SLIDING}")
-    table = {key: value for key, value in (tables.get(kind) or {}).items() if value is not None}
-    base = table.pop("rope_theta", None)
-    if (scaling := table.pop("rope_type", table.pop("type", "default"))) != "default" or table:
-        raise ConfigError(f"rope_parameters.{kind} of type {scaling} with {table} is not supported; it can be default")
+    table = tables.get(kind) or {}
+    rope_of_kind(table, default, kind, ("default",))
+    base = table.get("rope_theta")
     outside = external.get(beside)
     if None not in (base, outside) and base != outside:
         raise ConfigError(
@@ -94,10 +94,7 @@ def kinds_of(layers: int, interval: int) -> list[str]:
 
 def import_layers(external: Mapping[str, Any]) -> dict[str, Any]:
     """Which layers see everything, and the bases of their positions."""
-    if (external.get("rope_scaling") or {"rope_type": "default"}) not in (
-        {"rope_type": "default"},
-        {"type": "default"},
-    ):
+    if import_scaling(external.get("rope_scaling") or {}):
         raise ConfigError(f"rope_scaling={external['rope_scaling']} is not supported; it can be null")
     return {
         "global_attn_every_n_layers": interval_of(external),

@@ -23,7 +23,7 @@ from mt_models.blocks.hugging_face_decoder import (
     rope_table,
 )
 from mt_models.blocks.moe import ANY, MoEOptions
-from mt_models.hugging_face import IGNORED, NOT_A_CHOICE, HuggingFaceFamily, require_value
+from mt_models.hugging_face import GELU_TANH, IGNORED, NOT_A_CHOICE, HuggingFaceFamily, require_value
 from mt_models.qwen.hugging_face import QWEN3
 from mt_models.qwen3_vl.config import Qwen3VisionConfig, Qwen3VLConfig, Qwen3VLDecoderConfig
 from mt_models.qwen_moe.hugging_face import QWEN3_MOE
@@ -127,7 +127,7 @@ VISION_FIELDS = (
 VISION = ConfigMap(
     architecture="qwen3_vl_vision",
     fields=(*VISION_FIELDS, Field("deepstack_visual_indexes", "deepstack_layers", list, list, default=[8, 16, 24])),
-    fixed=(Fixed("hidden_act", ("gelu_pytorch_tanh",)), *NOT_A_CHOICE),
+    fixed=(Fixed("hidden_act", GELU_TANH), *NOT_A_CHOICE),
     ignored={**IGNORED, "out_hidden_size": "is the hidden_size of the decoder"},
     import_extra=import_axial,
     import_extra_keys=("in_channels", "in_chans", "rope_parameters"),

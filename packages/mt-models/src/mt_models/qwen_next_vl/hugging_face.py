@@ -13,7 +13,7 @@ from typing import Any
 from mt_core.config_map import ConfigMap, Fixed
 from mt_core.name_map import NameMap, Rule
 from mt_models.blocks.hugging_face_decoder import rope_table
-from mt_models.hugging_face import IGNORED, NOT_A_CHOICE, HuggingFaceFamily
+from mt_models.hugging_face import GELU_TANH, IGNORED, NOT_A_CHOICE, HuggingFaceFamily
 from mt_models.qwen3_vl.hugging_face import (
     VISION_FIELDS,
     copies,
@@ -36,7 +36,7 @@ VISION = ConfigMap(
     architecture="qwen3_5_vision",
     fields=VISION_FIELDS,
     fixed=(
-        Fixed("hidden_act", ("gelu_pytorch_tanh",)),
+        Fixed("hidden_act", GELU_TANH),
         Fixed("deepstack_visual_indexes", ([],), written=False),
         *NOT_A_CHOICE,
     ),

@@ -94,11 +94,15 @@ def export_decoder(decoder: QwenVLDecoderConfig) -> dict[str, Any]:
 # -- configuration of the vision transformer ---------------------------------------------------------
 
 
+AXIAL = ("axial", "default")
+"""Types of rotary positions of patches: the class reads default as axial."""
+
+
 def import_axial(external: Mapping[str, Any]) -> dict[str, Any]:
     """Colours; raises ConfigError for rotary positions of another kind than the model's."""
     rope = external.get("rope_parameters") or {}
     kind, base = rope.get("rope_type", "axial"), rope.get("rope_theta", ROTARY_BASE)
-    if (kind, base) != ("axial", ROTARY_BASE):
+    if kind not in AXIAL or base != ROTARY_BASE:
         raise ConfigError(
             f"vision_config.rope_parameters={rope} is not supported; positions of patches are axial with the base "
             f"{ROTARY_BASE}"

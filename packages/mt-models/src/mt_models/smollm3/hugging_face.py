@@ -81,10 +81,13 @@ SMOLLM3 = ConfigMap(
     fixed=(
         Fixed("hidden_act", ("silu", "swish")),
         Fixed("use_sliding_window", (False,)),
-        Fixed("sliding_window", (None,), written=False),
         *NOT_A_CHOICE,
     ),
-    ignored={**IGNORED, "max_window_layers": "the class does not read it"},
+    ignored={
+        **IGNORED,
+        "max_window_layers": "the class does not read it",
+        "sliding_window": "of use_sliding_window, which is false",
+    },
     import_extra=import_extra,
     import_extra_keys=(*ROPE_KEYS, LIST, INTERVAL, "layer_types"),
     export_extra=export_extra,
