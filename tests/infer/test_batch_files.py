@@ -93,6 +93,13 @@ def test_each_line_has_its_answer_or_its_error(generator, tmp_path) -> None:
     assert found[8] == {"prompt": "\ud800", "error": "line 9: no letters"}
 
 
+def test_a_key_that_stands_twice_in_a_line_is_its_error(generator, tmp_path) -> None:
+    source, target = tmp_path / "in.jsonl", tmp_path / "out.jsonl"
+    source.write_text('{"prompt": "a", "max_tokens": 1, "max_tokens": 9}\n{"prompt": "a", "max_tokens": 2}\n')
+    assert generate_file(generator, source, target, SAMPLING).failed == 1
+    assert "line 1: the key 'max_tokens' stands twice" in records(target)[0]["error"]
+
+
 def test_texts_of_equal_lines_are_drawn_each_for_itself(generator, tmp_path) -> None:
     source, target = tmp_path / "in.jsonl", tmp_path / "out.jsonl"
     source.write_text(json.dumps({"prompt": "abc", "n": 3}) + "\n" + json.dumps({"prompt": "abc", "n": 3}) + "\n")

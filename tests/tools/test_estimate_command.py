@@ -99,6 +99,7 @@ def test_the_table_is_the_one_that_accelerate_prints(mt, tmp_path: Path) -> None
         "int4",
     ]
     assert "one process, micro-batches of 1 x 64 tokens" in outcome.out
+    assert "machine h100 is assumed; --machine takes this (this computer)" in outcome.out
 
 
 def test_a_model_whose_samples_are_unknown_has_its_sizes(mt, tmp_path: Path) -> None:

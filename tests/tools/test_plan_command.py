@@ -33,6 +33,16 @@ def test_a_table_says_what_ranks_hold_and_whether_it_fits(mt) -> None:
     assert outcome.code == 0, outcome.err
     assert "8 ranks: tp 2 x dp 2 x pp 2; 4 micro-batches a step" in outcome.out
     assert "does not fit into 0.0 GiB" in outcome.out
+    assert outcome.lines[-1][:7] == ["machine", "h100", "is", "assumed;", "--machine", "takes", "this"]
+    assert max(map(len, outcome.out.splitlines())) <= 80
+
+
+def test_a_machine_that_was_named_is_not_assumed(mt) -> None:
+    command = ("plan", "--preset", "gpt-tiny")
+    for named, assumed in (((), True), (("--machine", "h100"), False)):
+        values = json.loads(mt(*command, *named, "--json").out)
+        assert (values["machine"], values["machine_is_assumed"]) == ("h100", assumed)
+    assert "assumed" not in mt(*command, "--machine", "h100").out
 
 
 @pytest.mark.slow

@@ -83,6 +83,7 @@ def test_batches_of_other_endpoints(client: openai.OpenAI, endpoint: str, body: 
     ("lines", "words"),
     [
         (["{"], "JSON"),
+        ([line("a", chat_body(0)).replace("{", '{"custom_id": "b", ', 1)], "'custom_id' stands twice"),
         ([line("a", chat_body(0)), line("a", chat_body(1))], "another line"),
         ([line("a", chat_body(0), "/v1/completions")], "the batch is for"),
         ([line("a", chat_body(0), method="GET")], "method"),

@@ -71,6 +71,20 @@ def require_error(status: int, body: bytes) -> None:
     assert {"message", "type", "param", "code"} == set(json.loads(body)["error"])
 
 
+def test_a_key_that_stands_twice_is_named(small: Live) -> None:
+    """At every endpoint; Python's reader, and with it FastAPI, would take the last without a word."""
+    connection = http.client.HTTPConnection(small.url.removeprefix("http://"), timeout=30)
+    for path, (method, _, valid) in ENDPOINTS.items():
+        body = json.dumps(valid)
+        key = next(iter(valid))
+        status, content = answer(connection, method, path, f'{body[:-1]}, "{key}": 1}}'.encode())
+        require_error(status, content)
+        assert status == 400
+        assert f"the key '{key}' stands twice" in content.decode()
+    twice = b'{"model": "tiny", "messages": [{"role": "user", "role": "system", "content": "hi"}]}'
+    assert b"the key 'role' stands twice" in answer(connection, "POST", "/v1/chat/completions", twice)[1]
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("examples", [100, pytest.param(3000, marks=pytest.mark.exhaustive)])
 def test_malformed_fields_are_errors(small: Live, examples: int) -> None:

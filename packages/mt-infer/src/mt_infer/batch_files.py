@@ -19,6 +19,7 @@ from pathlib import Path
 from typing import IO, Any
 
 from mt_core.errors import ConfigError, MtError
+from mt_core.json_objects import DuplicateKeyError, parse_json
 from mt_core.paths import writing
 from mt_infer.completions import Completion
 from mt_infer.in_order import answered_in_order
@@ -202,7 +203,9 @@ def _lines(source: Path) -> Iterator[Line]:
 
 def _parsed(number: int, text: bytes) -> Line:
     try:
-        values = json.loads(text)
+        values = parse_json(text)
+    except DuplicateKeyError as error:
+        return Line(number, error=str(error))
     except (ValueError, RecursionError) as error:
         return Line(number, error=f"no JSON: {error}")
     if not isinstance(values, dict):

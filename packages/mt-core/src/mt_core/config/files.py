@@ -12,6 +12,7 @@ from typing import Any
 
 from mt_core.config.layers import Layer
 from mt_core.errors import ConfigError
+from mt_core.json_objects import parse_json
 
 # -- YAML 1.2: no tags that make objects, no duplicate keys, bounded nesting and aliases -------------
 
@@ -175,17 +176,7 @@ def _parse_json(text: str) -> Any:
     # An empty file is one without keys, as in TOML.
     if not text.strip():
         return {}
-    return json.loads(text, object_pairs_hook=_unique_keys)
-
-
-def _unique_keys(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    """A JSON object. Raises ValueError for a key that stands twice, of which Python's reader keeps the last."""
-    table: dict[str, Any] = {}
-    for key, value in pairs:
-        if key in table:
-            raise ValueError(f"the key {key!r} stands twice in one object; keep one of the two")
-        table[key] = value
-    return table
+    return parse_json(text)
 
 
 def _parse_toml(text: str) -> Any:

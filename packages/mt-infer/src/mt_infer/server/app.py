@@ -15,6 +15,7 @@ from starlette.responses import JSONResponse, Response
 from mt_infer.server import megatron
 from mt_infer.server.adapters import LoadAdapterBody, UnloadAdapterBody, load_adapter, unload_adapter
 from mt_infer.server.errors import MEGATRON_PATH, add_error_handlers
+from mt_infer.server.json_bodies import JSONRoute
 from mt_infer.server.openai import tokens
 from mt_infer.server.openai.batches import Answer, BatchBody, Batches, post
 from mt_infer.server.openai.chat import ChatBody, create_chat_completion
@@ -50,6 +51,8 @@ def create_app(service: Service) -> FastAPI:
 
     batches = Batches(files, ask)
     app = FastAPI(title="mt serve", docs_url=None, redoc_url=None, lifespan=_lifespan(service, files, batches))
+    # Before the routes are added: each takes the class that is set then.
+    app.router.route_class = JSONRoute
     app.add_middleware(RequestChecks, options=service.options)
     add_error_handlers(app)
     _add_openai(app, service)

@@ -38,7 +38,10 @@ def estimate(
         list[str] | None,
         typer.Option("--set", metavar="SECTION.KEY=VALUE", help="Layout, batch, recomputation ...; repeatable."),
     ] = None,
-    machine: Annotated[str, typer.Option(help="h100, h200, a100 or this: for estimates of time.")] = "h100",
+    machine: Annotated[
+        str | None,
+        typer.Option(help="h100, h200, a100 or this: for estimates of time. Default: h100.", show_default=False),
+    ] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
 ) -> None:
     """Estimate the memory of a model: weights by dtype, training with Adam, and a rank of a layout."""
@@ -65,6 +68,8 @@ def _values(result: Estimate, machine: Machine) -> dict[str, Any]:
         "parameters": result.size.parameters,
         "largest_layer": {"name": name, "parameters": parameters},
         "seq_length": result.seq_length,
+        "machine": machine.name,
+        "machine_is_assumed": machine.is_assumed,
         "not_planned": result.not_planned,
         "dtypes": [
             {
@@ -82,6 +87,8 @@ def _values(result: Estimate, machine: Machine) -> dict[str, Any]:
 def _print(result: Estimate, machine: Machine, world: int) -> None:
     from rich.console import Console
 
+    from mt_tools.plan.machines import assumption
+
     console = Console(highlight=False, soft_wrap=True)
     name, _ = result.size.largest_layer
     parameters = f"{result.size.parameters:,} parameters"
@@ -91,6 +98,8 @@ def _print(result: Estimate, machine: Machine, world: int) -> None:
     if planned:
         console.print(_heading(planned[0], machine, world))
         console.print(_rank_table(planned, machine))
+        if line := assumption(machine):
+            console.print(line)
     elif result.not_planned is not None:
         console.print(
             f"\nactivations are not planned: {result.not_planned} (--set data.dataset_type=...)", markup=False

@@ -17,6 +17,7 @@ from mt_core.commands import host_of
 from mt_tools.commands.tables import GIB, gib, number_table
 
 if TYPE_CHECKING:
+    from rich.console import Console
     from rich.table import Table
 
     from mt_core.config.schema import Config
@@ -63,7 +64,12 @@ def plan(
     memory_gib: Annotated[
         float | None, typer.Option(help="Memory of a rank. Default: the machine's.", show_default=False)
     ] = None,
-    machine: Annotated[str, typer.Option(help="h100, h200 or a100, in nodes of 8, or this computer: this.")] = "h100",
+    machine: Annotated[
+        str | None,
+        typer.Option(
+            help="h100, h200 or a100, in nodes of 8, or this computer: this. Default: h100.", show_default=False
+        ),
+    ] = None,
     top: Annotated[int, typer.Option(help="Layouts to show of a search.", min=1)] = 10,
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
 ) -> None:
@@ -253,6 +259,14 @@ def _print_plan(layout_plan: LayoutPlan, values: dict[str, Any], machine: Machin
         f"the fullest rank holds {layout_plan.memory_gib:.2f} GiB, which {verdict} {_memory_of(machine, limit)}",
         style="bold",
     )
+    _print_assumption(console, machine)
+
+
+def _print_assumption(console: Console, machine: Machine) -> None:
+    from mt_tools.plan.machines import assumption
+
+    if line := assumption(machine):
+        console.print(line)
 
 
 def _memory_of(machine: Machine, limit: float) -> str:
@@ -337,6 +351,7 @@ def _search(
         console.print(f"the smallest of them needs {values['smallest_that_does_not_fit_gib']:.1f} GiB")
     for refusal in values["refused"]:
         console.print(f"{refusal['layouts']} refused: {refusal['reason']}", style="dim", markup=False)
+    _print_assumption(console, machine)
 
 
 def _search_tables(layouts: list[dict[str, Any]]) -> tuple[Table, Table]:

@@ -38,6 +38,8 @@ class Machine:
     is_cpu: bool = False
     has_speed: bool = True
     """Whether the speeds are its own. False: layouts are only compared by them, and no time is shown."""
+    is_assumed: bool = False
+    """Whether nobody named it."""
 
     @property
     def usable_gib(self) -> float:
@@ -58,16 +60,21 @@ MACHINES: Mapping[str, Machine] = MappingProxyType(
 )
 
 
+DEFAULT = "h100"
+"""What is assumed where no machine is named."""
 THIS = "this"
 """Name of the computer that the command runs on."""
 CGROUP_MEMORY = Path("/sys/fs/cgroup/memory.max")
 
 
-def get_machine(name: str, processes: int = 1) -> Machine:
-    """processes: of the computer that the command runs on, which share its memory where it has no GPU.
+def get_machine(name: str | None, processes: int = 1) -> Machine:
+    """name: None for the assumed machine, `DEFAULT`.
+    processes: of the computer that the command runs on, which share its memory where it has no GPU.
 
     Raises ConfigError that lists the names.
     """
+    if name is None:
+        return replace(MACHINES[DEFAULT], is_assumed=True)
     if name == THIS:
         return this_machine(processes)
     if name not in MACHINES:
@@ -101,3 +108,11 @@ def _memory() -> int:
         return physical
     # cgroup v2 writes "max" where there is no limit.
     return min(physical, int(limit)) if limit.isdigit() else physical
+
+
+def assumption(machine: Machine) -> str:
+    """A line for tables, empty where the machine was named."""
+    if not machine.is_assumed:
+        return ""
+    others = ", ".join(name for name in MACHINES if name != machine.name)
+    return f"machine {machine.name} is assumed; --machine takes {THIS} (this computer), {others}"

@@ -29,6 +29,7 @@ def plan_values(plan: LayoutPlan, machine: Machine) -> dict[str, Any]:
         "flops_per_step": plan.flops_per_step,
         "bubble": plan.bubble,
         "machine": machine.name,
+        "machine_is_assumed": machine.is_assumed,
         "estimated_seconds": plan.seconds if machine.has_speed else None,
         "estimated_seconds_of": asdict(plan.time) if machine.has_speed else None,
         "estimated_utilization": plan.utilization(machine) if machine.has_speed else None,
@@ -85,6 +86,7 @@ def search_values(results: Found, machine: Machine, top: int) -> dict[str, Any]:
         "smallest_that_does_not_fit_gib": results.smallest_gib,
         "refused": [{"reason": reason, "layouts": count} for reason, count in results.refused.most_common()],
         "machine": machine.name,
+        "machine_is_assumed": machine.is_assumed,
         "layouts": [candidate_values(candidate, machine) for candidate in results.candidates[:top]],
     }
 

@@ -14,6 +14,7 @@ from typing import Any, Literal, NamedTuple
 from pydantic import ValidationError
 from starlette.types import ASGIApp, Message
 
+from mt_core.json_objects import DuplicateKeyError, parse_json
 from mt_infer.server.errors import ApiError, as_api_error
 from mt_infer.server.openai.answers import Piece
 from mt_infer.server.openai.fields import Body, RequestBody
@@ -205,8 +206,8 @@ def read_lines(content: bytes, batch: Batch) -> list[BatchLine]:
         if not text.strip():
             continue
         try:
-            line = BatchLine.model_validate_json(text)
-        except (ValidationError, RecursionError) as error:
+            line = BatchLine.model_validate(parse_json(text))
+        except (ValueError, RecursionError) as error:
             batch.errors.append(error_of(number, _reason(error)))
             continue
         if (reason := _objection(line, batch.body.endpoint, seen)) is not None:
@@ -226,9 +227,12 @@ def _objection(line: BatchLine, endpoint: str, seen: set[str]) -> str | None:
     return "stream: an answer of a batch comes in one piece" if line.body.get("stream") else None
 
 
-def _reason(error: ValidationError | RecursionError) -> str:
+def _reason(error: ValueError | RecursionError) -> str:
+    """error: of `parse_json` or of pydantic, whose errors are ValueErrors too."""
     if isinstance(error, RecursionError):
         return "the line is nested too deeply"
+    if not isinstance(error, ValidationError):
+        return str(error) if isinstance(error, DuplicateKeyError) else f"the line is no JSON: {error}"
     first = error.errors()[0]
     place = ".".join(map(str, first["loc"]))
     return f"{place}: {first['msg']}" if place else str(first["msg"])
