@@ -127,7 +127,11 @@ def test_a_backend_without_soft_caps_is_refused(build) -> None:
 @pytest.mark.parametrize(
     ("kind", "fields", "words"),
     [
-        ("gemma2", {"layer_types": ["full_attention"] + ["sliding_attention"] * 3}, "layer_types=.* every n-th layer"),
+        (
+            "gemma2",
+            {"layer_types": ["full_attention"] * 3 + ["other"]},
+            "layer_types=.* full_attention or sliding_attention",
+        ),
         (
             "gemma2",
             {"rope_scaling": {"rope_type": "linear", "factor": 2.0}},

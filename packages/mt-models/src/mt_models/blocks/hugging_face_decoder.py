@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Collection, Mapping, Sequence
 from typing import Any, Protocol
 
+from mt_core.config.layer_pattern import pattern_of
 from mt_core.config_map import Field, require_known
 from mt_core.errors import ConfigError
 from mt_core.name_map import Concatenate, GroupedQKV, NameMap, Rule, Same
@@ -151,16 +152,23 @@ def layer_types(config: DecoderConfig) -> list[str]:
     return [FULL if config.window_of(i) is None else SLIDING for i in range(config.num_layers)]
 
 
-def import_pattern(external: Mapping[str, Any], default: int) -> int:
-    """sliding_window_pattern from layer_types, if it is given: every so many layers one has no window."""
+def import_pattern(external: Mapping[str, Any], default: int) -> int | str:
+    """sliding_window_pattern from layer_types, if it is given: every so many layers one has no window, else a pattern.
+    Raises ConfigError for another kind of layer, or another number of them."""
     kinds = external.get("layer_types")
     if kinds is None:
         return external.get("sliding_window_pattern") or external.get("_sliding_window_pattern") or default
     # The first global layer gives the period. Without any, a period beyond the last layer says the same.
     pattern = kinds.index(FULL) + 1 if FULL in kinds else len(kinds) + 1
-    if kinds != [SLIDING if (i + 1) % pattern else FULL for i in range(len(kinds))]:
-        raise ConfigError(f"layer_types={kinds} is not supported: every n-th layer has to be {FULL}, others {SLIDING}")
-    return pattern
+    if list(kinds) == [SLIDING if (i + 1) % pattern else FULL for i in range(len(kinds))]:
+        return pattern
+    layers = external.get("num_hidden_layers", len(kinds))
+    if len(kinds) != layers or set(kinds) - {FULL, SLIDING}:
+        raise ConfigError(
+            f"layer_types={kinds} is not supported; it can be {FULL} or {SLIDING} for each of num_hidden_layers="
+            f"{layers}"
+        )
+    return pattern_of([kind == SLIDING for kind in kinds])
 
 
 def require_full_attention(external: Mapping[str, Any]) -> None:

@@ -10,6 +10,7 @@ from mt_core.config_map import MegatronMap
 from mt_core.errors import ConfigError
 from mt_models.blocks.config import RMSNormDecoderConfig, check_decoder
 from mt_models.blocks.prediction_config import PredictionKeys, check_prediction
+from mt_models.blocks.window_pattern import WindowPattern, has_window
 from mt_models.flops import (
     core_flops,
     dense_feed_forward_flops,
@@ -26,11 +27,12 @@ class Exaone4Config(PredictionKeys, RMSNormDecoderConfig):
     sliding_window: PositiveInt | None = None
     """In layers with a window a position sees itself and the sliding_window - 1 before it, and those without have no
     rotary positions. Default: no window, and all layers have rotary positions."""
-    sliding_window_pattern: PositiveInt = 4
-    """With a sliding window, every so many layers one sees everything before it."""
+    sliding_window_pattern: WindowPattern = 4
+    """With a sliding window, every so many layers one sees everything before it; or a pattern with a 1 for each layer
+    with the window, such as "([1]*3+[0]*2+[1]*1)"."""
 
     def window_of(self, layer: int) -> int | None:
-        return self.sliding_window if (layer + 1) % self.sliding_window_pattern else None
+        return self.sliding_window if has_window(self.sliding_window_pattern, layer, self.num_layers) else None
 
     def rotates(self, layer: int) -> bool:
         return self.sliding_window is None or self.window_of(layer) is not None

@@ -124,7 +124,9 @@ def import_extra(external: Mapping[str, Any]) -> dict[str, Any]:
 
 def export_extra(model: Mapping[str, Any]) -> dict[str, Any]:
     config = Exaone4Config.model_validate(model)
-    pattern = {} if config.sliding_window is None else {PATTERN: config.sliding_window_pattern}
+    period = config.sliding_window_pattern
+    # Another order of layers is in layer_types alone.
+    pattern = {PATTERN: period} if config.sliding_window is not None and isinstance(period, int) else {}
     return {
         **export_shape(config),
         **export_rope(config),

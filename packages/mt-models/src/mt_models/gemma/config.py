@@ -9,6 +9,7 @@ from pydantic import Field
 from mt_core.config.fields import PositiveInt
 from mt_core.config_map import MegatronMap
 from mt_models.blocks.config import RMSNormDecoderConfig
+from mt_models.blocks.window_pattern import WindowPattern, has_window
 
 PositiveFloat = Annotated[float, Field(gt=0)]
 
@@ -20,8 +21,9 @@ class GemmaConfig(RMSNormDecoderConfig):
     """The output projection has a matrix of its own."""
     sliding_window: PositiveInt = 1024
     """In local layers a position sees itself and the sliding_window - 1 before it."""
-    sliding_window_pattern: PositiveInt = 6
-    """Every so many layers one is global and sees everything before it; the others are local. Gemma 2: 2."""
+    sliding_window_pattern: WindowPattern = 6
+    """Every so many layers one is global and sees everything before it; the others are local. Gemma 2: 2. Or a pattern
+    with a 1 for each local layer, such as "([1]*3+[0]*2+[1]*1)"."""
     rotary_base: PositiveFloat = 1000000.0
     """Base of the rotary wavelengths of global layers, to which rope scaling applies."""
     rotary_base_local: PositiveFloat = 10000.0
@@ -50,7 +52,7 @@ class GemmaConfig(RMSNormDecoderConfig):
         return self.rotary_base_local
 
     def window_of(self, layer: int) -> int | None:
-        return self.sliding_window if (layer + 1) % self.sliding_window_pattern else None
+        return self.sliding_window if has_window(self.sliding_window_pattern, layer, self.num_layers) else None
 
 
 # -- published sizes ---------------------------------------------------------------------------------

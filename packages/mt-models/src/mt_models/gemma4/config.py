@@ -15,6 +15,7 @@ from mt_core.errors import ConfigError
 from mt_models.blocks.config import RMSNormDecoderConfig, check_decoder, check_tensor_parallel
 from mt_models.blocks.moe import MoEOptions
 from mt_models.blocks.placeholder_config import PlaceholderKeys
+from mt_models.blocks.window_pattern import WindowPattern, has_window
 
 
 class Gemma4Config(PlaceholderKeys, RMSNormDecoderConfig):
@@ -37,8 +38,9 @@ class Gemma4Config(PlaceholderKeys, RMSNormDecoderConfig):
     """The feed-forward of layers without keys and values of their own is twice as wide."""
     sliding_window: PositiveInt = 512
     """In local layers a position sees itself and the sliding_window - 1 before it."""
-    sliding_window_pattern: PositiveInt = 6
-    """Every so many layers one is global and sees everything before it, and the last layer is; the others are local."""
+    sliding_window_pattern: WindowPattern = 6
+    """Every so many layers one is global and sees everything before it, and the last layer is; the others are local.
+    Or a pattern with a 1 for each local layer, such as "([1]*3+[0]*2)", whose last entry does not count."""
     hidden_size_per_layer_input: NonNegativeInt = 0
     """Channels of the embeddings that each layer has of each token; 0: there are none."""
     vocab_size_per_layer_input: PositiveInt | None = None
@@ -53,7 +55,7 @@ class Gemma4Config(PlaceholderKeys, RMSNormDecoderConfig):
     """Logits x become c tanh(x / c)."""
 
     def is_global(self, layer: int) -> bool:
-        return (layer + 1) % self.sliding_window_pattern == 0 or layer == self.num_layers - 1
+        return layer == self.num_layers - 1 or not has_window(self.sliding_window_pattern, layer, self.num_layers)
 
     def window_of(self, layer: int) -> int | None:
         return None if self.is_global(layer) else self.sliding_window

@@ -13,6 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from mt_core.config.layer_pattern import pattern_of
 from mt_core.config_map import ConfigMap, Field, Fixed
 from mt_core.errors import ConfigError
 from mt_core.name_map import NameMap, Rule, Same
@@ -33,6 +34,7 @@ from mt_models.blocks.hugging_face_moe import ExpertNames, expert_rules, written
 from mt_models.blocks.hugging_face_rope_by_kind import export_rope_by_kind, import_rope_by_kind
 from mt_models.blocks.hugging_face_tower import import_placeholders
 from mt_models.blocks.moe import ANY, MoEOptions
+from mt_models.blocks.window_pattern import has_window
 from mt_models.gemma4.config import Gemma4Config
 from mt_models.hugging_face import (
     GELU_TANH,
@@ -166,8 +168,8 @@ def spelling(config: Gemma4Config, name: str) -> str:
 # -- layers and their sizes --------------------------------------------------------------------------
 
 
-def import_kinds(external: Mapping[str, Any]) -> dict[str, int]:
-    """sliding_window_pattern from layer_types: every so many layers one is global, and the last is."""
+def import_kinds(external: Mapping[str, Any]) -> dict[str, int | str]:
+    """sliding_window_pattern from layer_types: every so many layers one is global, and the last is; else a pattern."""
     count, kinds = external.get("num_hidden_layers", 30), external.get("layer_types")
     if kinds is None:
         return {"sliding_window_pattern": 6}
@@ -175,12 +177,14 @@ def import_kinds(external: Mapping[str, Any]) -> dict[str, int]:
     kinds = [*kinds[:-1], FULL]
     pattern = kinds.index(FULL) + 1
     regular = [FULL if (i + 1) % pattern == 0 or i == count - 1 else SLIDING for i in range(count)]
-    if kinds != regular:
+    if kinds == regular:
+        return {"sliding_window_pattern": pattern}
+    if len(kinds) != count or set(kinds) - {FULL, SLIDING}:
         raise ConfigError(
-            f"layer_types={external['layer_types']} is not supported: every n-th of the {count} layers and the last "
-            f"one have to be {FULL}, others {SLIDING}"
+            f"layer_types={external['layer_types']} is not supported; it can be {FULL} or {SLIDING} for each of "
+            f"num_hidden_layers={count}"
         )
-    return {"sliding_window_pattern": pattern}
+    return {"sliding_window_pattern": pattern_of([kind == SLIDING for kind in kinds])}
 
 
 def import_global_sizes(external: Mapping[str, Any], whole: Sequence[int]) -> dict[str, Any]:
@@ -218,7 +222,7 @@ def import_moe(external: Mapping[str, Any]) -> dict[str, Any]:
 def import_text(external: Mapping[str, Any]) -> dict[str, Any]:
     kinds = import_kinds(external)
     count, pattern = external.get("num_hidden_layers", 30), kinds["sliding_window_pattern"]
-    whole = [i for i in range(count) if (i + 1) % pattern == 0 or i == count - 1]
+    whole = [i for i in range(count) if i == count - 1 or not has_window(pattern, i, count)]
     return {
         **kinds,
         **import_global_sizes(external, whole),

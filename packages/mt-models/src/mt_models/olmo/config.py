@@ -11,6 +11,7 @@ from mt_core.config.schema import Config
 from mt_core.config_map import MegatronMap
 from mt_core.errors import ConfigError
 from mt_models.blocks.config import RMSNormDecoderConfig, check_decoder
+from mt_models.blocks.window_pattern import WindowPattern, has_window
 
 
 class OlmoConfig(RMSNormDecoderConfig):
@@ -21,13 +22,14 @@ class OlmoConfig(RMSNormDecoderConfig):
     sliding_window: PositiveInt | None = None
     """In layers with a window a position sees itself and the sliding_window - 1 before it: OLMo 3. Default: no
     window."""
-    sliding_window_pattern: PositiveInt = 4
-    """With a sliding window, every so many layers one sees everything before it."""
+    sliding_window_pattern: WindowPattern = 4
+    """With a sliding window, every so many layers one sees everything before it; or a pattern with a 1 for each layer
+    with the window, such as "([1]*3+[0]*2+[1]*1)"."""
     rotary_base_local: Annotated[float, Field(gt=0)] | None = None
     """Base of the rotary wavelengths of layers with a window, which are never scaled. Default: rotary_base."""
 
     def window_of(self, layer: int) -> int | None:
-        return self.sliding_window if (layer + 1) % self.sliding_window_pattern else None
+        return self.sliding_window if has_window(self.sliding_window_pattern, layer, self.num_layers) else None
 
     @property
     def rotary_base_in_windows(self) -> float | None:

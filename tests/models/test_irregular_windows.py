@@ -1,0 +1,76 @@
+"""Layers with a window in any order: the logits of transformers, and the same list in the file that is written."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+import torch
+from safetensors.torch import load_file
+from tests.ckpt.family_cases import CASES, VOCAB, make_model
+from tests.models import decoder_reference as dense
+
+from mt_ckpt.hugging_face.family import family_named, read_config
+from mt_core.errors import ConfigError
+from mt_models.blocks.window_pattern import first_without_window, has_window
+from mt_models.hugging_face import load_reference
+
+pytest.importorskip("transformers")
+FULL, WINDOW = "full_attention", "sliding_attention"
+KINDS = [FULL, WINDOW, WINDOW, FULL, FULL, WINDOW, FULL]
+"""No period fits. The last one is global, as Gemma 4 makes it whatever the list says."""
+NAMES = ["gemma3", "gemma4_text", "olmo3", "exaone4", "exaone_moe"]
+
+
+def irregular(name: str):
+    case = CASES[name]
+    keys = {**case.keys, "num_hidden_layers": len(KINDS), "layer_types": KINDS, "sliding_window": 3}
+    keys.pop("sliding_window_pattern", None)
+    if "mlp_layer_types" in keys:
+        keys["mlp_layer_types"] = ["dense", *["sparse"] * (len(KINDS) - 1)]
+    return replace(case, keys=keys)
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_logits_are_those_of_the_class(host, tmp_path, name) -> None:
+    theirs = make_model(irregular(name))
+    theirs.save_pretrained(tmp_path)
+    external = theirs.config.to_dict()
+    assert external["layer_types"] == KINDS
+    family = family_named(CASES[name].family, host)
+    model = read_config(family, external, host).model
+    assert [model.window_of(layer) is None for layer in range(len(KINDS))] == [kind == FULL for kind in KINDS]
+    assert family.write_config(model)["layer_types"] == KINDS
+    ours = dense.build_from(host, family.read_config(external), backend="eager")
+    load_reference(ours, load_file(tmp_path / "model.safetensors"), family)
+    tokens = torch.randint(0, VOCAB, (2, 17), generator=torch.Generator().manual_seed(1))
+    with torch.no_grad():
+        expected = theirs(tokens).logits
+        torch.testing.assert_close(ours(tokens), expected, rtol=1e-5, atol=1e-5 * float(expected.abs().max()))
+    dense.assert_decoding_equals_forward(ours, tokens[:1, :9])
+
+
+@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("kinds", [[*KINDS[:-1], "chunked_attention"], KINDS[1:]])
+def test_other_kinds_and_numbers_of_layers_are_refused(host, name, kinds) -> None:
+    external = {**make_config(name), "layer_types": kinds}
+    if kinds[-1] != FULL and name == "gemma4_text":
+        external["layer_types"] = ["chunked_attention", *KINDS[1:]]
+    with pytest.raises(ConfigError, match="layer_types"):
+        read_config(family_named(CASES[name].family, host), external, host)
+
+
+def make_config(name: str):
+    import transformers
+
+    case = irregular(name)
+    return getattr(transformers, case.config)(**case.keys).to_dict()
+
+
+def test_a_pattern_by_hand() -> None:
+    pattern = "([1]*2+[0]*1+[1]*1)"
+    assert [has_window(pattern, layer, 4) for layer in range(5)] == [True, True, False, True, False]
+    assert (first_without_window(pattern, 4), first_without_window(3, 4)) == (2, 2)
+    assert first_without_window("([1]*4)", 4) == 4
+    with pytest.raises(ConfigError, match=r"model\.sliding_window_pattern=.* has 4 entries"):
+        has_window(pattern, 0, 5)
