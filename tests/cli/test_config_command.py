@@ -146,6 +146,7 @@ def test_explain(mt) -> None:
         ("train.sede", 'unknown key train.sede (did you mean "train.seed"?); mt config keys train lists them'),
         ("finetune", "finetune is an option of Megatron's and no key here: checkpoint.load=PATH"),
         ("sede", 'unknown key sede (did you mean "seed"?); mt config keys lists them'),
+        ("logging.wandb_project", "unknown key logging.wandb_project; it is a key of [wandb]: write wandb.project"),
         ("trian.seed", 'unknown section trian (did you mean "train"?)'),
     ],
 )

@@ -9,10 +9,13 @@ from collections.abc import Callable
 from importlib.metadata import EntryPoint, distributions, entry_points
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Any, cast
 
 import pytest
 
+from mt_core.config.sections import section_types
 from mt_core.errors import ConfigError, PluginError
+from mt_core.nn.build_context import active_transforms
 from mt_core.plugins import PluginHost, load_plugins
 from mt_core.specs import CALLBACKS, FEED_FORWARDS, LOSSES, MODELS
 
@@ -201,6 +204,41 @@ def test_one_name_from_two_plugins_names_both(install: Install) -> None:
     assert "MT_PLUGINS" in message
     ((kind, name, owners),) = host.duplicates()
     assert (kind, name, [owner.name for owner in owners]) == ("losses", "huber", ["a", "b"])
+
+
+def test_specs_that_count_without_being_named_have_one_owner(install: Install) -> None:
+    """With two evaluators of one name both would run, and of two sections one would silently replace the other."""
+    host = load(install("a", GOOD.format(name="huber")), install("b", GOOD.format(name="huber")))
+    with pytest.raises(PluginError, match=r'huber: a loss named "huber" is registered by plugin "a"'):
+        host[LOSSES].distinct()
+    assert [spec.name for spec in load(install("c", GOOD.format(name="focal")))[LOSSES].distinct()] == ["focal"]
+
+
+def test_two_transforms_of_one_name_are_refused_where_one_is_turned_on(install: Install) -> None:
+    code = """
+        from mt_core import Lazy, ModelTransformSpec, hookimpl
+
+        @hookimpl
+        def mt_register_model_transforms():
+            applies = Lazy("{applies}")
+            return [ModelTransformSpec(name="freeze", doc="of a test", applies=applies, transform=Lazy("nowhere:f"))]
+    """
+    on, off = code.format(applies="operator:truth"), code.format(applies="operator:not_")
+    with pytest.raises(PluginError, match='a model transform named "freeze" is registered by'):
+        active_transforms(cast(Any, "a configuration"), load(install("a", on), install("b", off)))
+    assert active_transforms(cast(Any, "a configuration"), load(install("d", off), install("e", off))) == []
+
+
+def test_a_plugin_cannot_replace_a_section_of_mt_core(install: Install) -> None:
+    code = """
+        from mt_core import Lazy, SectionSpec, hookimpl
+
+        @hookimpl
+        def mt_register_sections():
+            return [SectionSpec(name="train", doc="of a test", config_type=Lazy("mt_core.config.fields:Section"))]
+    """
+    with pytest.raises(PluginError, match=r'\[train\] is a section of mt-core, and plugin "a" .* rename it'):
+        section_types(load(install("a", code)))
 
 
 def test_duplicates_are_fatal_when_strict(install: Install) -> None:

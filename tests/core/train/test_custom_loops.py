@@ -200,3 +200,11 @@ def test_what_a_loop_cannot_do_is_refused_by_name() -> None:
     engine.config = engine.config.model_copy(update={"parallel": engine.config.parallel.model_copy(update=keys)})
     with pytest.raises(ConfigError, match="parallel.pipeline_model_parallel_size=2: no process has all layers"):
         engine.begin_step()
+
+
+def test_a_process_of_torchrun_without_a_group_is_refused(monkeypatch) -> None:
+    """Each process would train a model of its own on all data, with the losses that one process has."""
+    monkeypatch.setenv("RANK", "0")
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    with pytest.raises(ConfigError, match=r"one of 2 processes .*rank_session"):
+        Engine.build(load_config(preset="gpt-tiny", overrides=SMALL))

@@ -10,11 +10,12 @@ import pytest
 import torch
 
 from mt_core.checkpoint_lookup import open_checkpoint
+from mt_core.config.checks import as_world
 from mt_core.errors import CheckpointError
 from mt_core.plugins import load_plugins
 from mt_core.testing import rank_context
 from mt_core.train import Callback, Trainer
-from mt_core.train.checkpoint.resume import differences
+from mt_core.train.checkpoint.resume import differences, require_same_run
 from mt_core.train.checkpoint.run_directory import RunDirectory
 
 VARIANTS = {
@@ -128,6 +129,24 @@ def test_what_changes_no_weight_may_change(tiny) -> None:
     free = ["train.check_memory=false", "train.deferred_metrics=never", "parallel.pipeline_backward_communicator=false"]
     free += ["recompute.cpu_offloading_num_layers=1"]
     assert list(differences(tiny().config.to_dict(), tiny(*free).config, load_plugins())) == []
+
+
+def test_a_global_batch_that_follows_from_the_ranks_must_be_accepted_too(tiny) -> None:
+    """Twice the ranks would train with twice the batch, and the rates of another schedule."""
+    alone = tiny("train.global_batch_size=null", "train.micro_batch_size=2").config
+    metadata = {"config": alone.to_dict(), "global_batch_size": 2}
+    host = load_plugins()
+    assert require_same_run(metadata, alone, "C", host) == []
+    with as_world(2):
+        with pytest.raises(CheckpointError, match="train.global_batch_size: 2 in the checkpoint, 4 now"):
+            require_same_run(metadata, alone, "C", host)
+        accepts = 'checkpoint.accept_changes=["train.global_batch_size"]'
+        accepting = tiny("train.global_batch_size=null", "train.micro_batch_size=2", accepts).config
+        (change,) = require_same_run(metadata, accepting, "C", host)
+        assert change == ("train.global_batch_size", 2, 4)
+    # A checkpoint of before the size was stored.
+    del metadata["global_batch_size"]
+    assert require_same_run(metadata, alone, "C", host) == []
 
 
 def test_another_model_cannot_be_accepted(tiny, tmp_path) -> None:

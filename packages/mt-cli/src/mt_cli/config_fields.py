@@ -13,7 +13,7 @@ from pydantic.fields import FieldInfo
 
 from mt_core.config.fields import Section
 from mt_core.config.files import shown
-from mt_core.config.messages import MEGATRON_KEYS
+from mt_core.config.messages import MEGATRON_KEYS, key_in_section
 from mt_core.config.schema import CORE_SECTIONS, REGISTRY_OF_SECTION
 from mt_core.config.sections import conditions_of, section_types
 from mt_core.errors import ConfigError, MtError, did_you_mean
@@ -108,6 +108,8 @@ def find_fields(dotted: str, host: PluginHost) -> list[ConfigField]:
     if not matching:
         if key in MEGATRON_KEYS:
             raise ConfigError(f"{key} is an option of Megatron's and no key here: {MEGATRON_KEYS[key]}")
+        if split := key_in_section(key, section_types(host)):
+            raise ConfigError(f"unknown key {dotted}; it is a key of [{split.partition('.')[0]}]: write {split}")
         names = [field.dotted for field in everything] + [field.key for field in everything]
         where = f"unknown key {dotted}{did_you_mean(dotted, names)}"
         raise ConfigError(f"{where}; mt config keys {section if dot else ''}".rstrip() + " lists them")

@@ -108,6 +108,13 @@ class Registry(Generic[SpecT]):
     def __iter__(self) -> Iterator[SpecT]:
         return iter([registration.spec for registration in self.registrations])
 
+    def distinct(self) -> list[SpecT]:
+        """Every spec, where all of them count without being named by a key.
+
+        Raises PluginError for a name that more than one plugin registers.
+        """
+        return [self.get(spec.name) for spec in self]
+
     def owners(self, name: str) -> list[Plugin]:
         return [r.plugin for r in self.registrations if r.spec.name == name]
 

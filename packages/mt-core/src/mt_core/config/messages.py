@@ -116,12 +116,16 @@ def unknown_key(
         names = " or ".join(part for part in (", ".join(able[:-1]), able[-1]) if part)
         hint = f"; it is a key where {selector} is {names}"
     homes = [name for name, base in sections.items() if key in base.model_fields and name != section]
-    # Megatron and Accelerate write the name of a tracker into the key: wandb_project is wandb.project.
-    prefix, _, rest = key.partition("_")
-    if prefix in sections and rest in sections[prefix].model_fields:
-        hint = f"; it is a key of [{prefix}]: write {prefix}.{rest}"
+    if split := key_in_section(key, sections):
+        hint = f"; it is a key of [{split.partition('.')[0]}]: write {split}"
     elif homes:
         hint = f"; it is a key of [{homes[0]}]: write {homes[0]}.{key}"
     if key in MEGATRON_KEYS:
         hint = f"; {MEGATRON_KEYS[key]}"
     return f"unknown key {section}.{key} (from {origin}){hint}"
+
+
+def key_in_section(key: str, sections: Mapping[str, type[Section]]) -> str | None:
+    """wandb.project for wandb_project: Megatron and Accelerate write the name of a tracker into the key."""
+    section, _, rest = key.partition("_")
+    return f"{section}.{rest}" if section in sections and rest in sections[section].model_fields else None

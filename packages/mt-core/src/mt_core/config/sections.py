@@ -12,7 +12,7 @@ from mt_core.config.fields import Section
 from mt_core.config.layers import DEFAULT, Layer, Merged
 from mt_core.config.messages import unknown_key, validation_message
 from mt_core.config.schema import CORE_SECTIONS, REGISTRY_OF_SECTION, PlainModuleConfig
-from mt_core.errors import ConfigError, Problems
+from mt_core.errors import ConfigError, PluginError, Problems
 from mt_core.specs import PLAIN_MODULE, SECTIONS
 
 if TYPE_CHECKING:
@@ -21,8 +21,15 @@ if TYPE_CHECKING:
 
 
 def section_types(host: PluginHost) -> dict[str, type[Section]]:
-    """Name -> type, of the sections of mt-core and of those that distributions bring."""
-    return {**CORE_SECTIONS, **{spec.name: spec.config_type.load() for spec in host[SECTIONS]}}
+    """Name -> type, of the sections of mt-core and of those that distributions bring.
+
+    Raises PluginError for a section of two plugins, or of a plugin and of mt-core.
+    """
+    brought = {spec.name: spec.config_type.load() for spec in host[SECTIONS].distinct()}
+    for name in brought.keys() & CORE_SECTIONS.keys():
+        owners = " and ".join(plugin.label for plugin in host[SECTIONS].owners(name))
+        raise PluginError(f"[{name}] is a section of mt-core, and {owners} registers another of this name; rename it")
+    return {**CORE_SECTIONS, **brought}
 
 
 def build_sections(names: Iterable[str], merged: Merged, host: PluginHost, problems: Problems) -> dict[str, Section]:

@@ -19,7 +19,14 @@ from mt_core.nn.recompute import Recompute, recomputed
 from mt_core.parallel.context import AxisName, ParallelContext
 from mt_core.parallel.pipeline.stage import Stage
 from mt_core.plugins import PluginHost
-from mt_core.specs import ATTENTION_BACKENDS, CONTEXT_PARALLEL_METHODS, FEED_FORWARDS, ContextParallelMethodSpec
+from mt_core.specs import (
+    ATTENTION_BACKENDS,
+    CONTEXT_PARALLEL_METHODS,
+    FEED_FORWARDS,
+    MODEL_TRANSFORMS,
+    ContextParallelMethodSpec,
+    ModelTransformSpec,
+)
 
 BATCH_INVARIANT = "batch_invariant"
 """The attention backend of numerics.batch_invariant."""
@@ -199,3 +206,13 @@ def _order(request: AttentionRequest) -> Iterator[str]:
     names = ON_CUDA if request.device_type == "cuda" else ELSEWHERE
     plain = request.causal and not request.bias
     return (name for name in names if plain or name not in FLASH)
+
+
+def active_transforms(config: Config, host: PluginHost) -> list[ModelTransformSpec]:
+    """The model transforms that the configuration turns on, in the order in which they are applied.
+
+    Raises PluginError for one whose name two plugins register.
+    """
+    transforms = sorted(host[MODEL_TRANSFORMS], key=lambda spec: spec.name)
+    # get(), since none is named by a key: with two of a name, both would change the model.
+    return [host[MODEL_TRANSFORMS].get(spec.name) for spec in transforms if spec.applies.load()(config)]

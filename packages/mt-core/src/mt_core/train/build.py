@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import replace
@@ -10,11 +11,12 @@ from tempfile import TemporaryDirectory
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import nn
 
 from mt_core._torch_compat import symmetric_memory_objection
 from mt_core.checkpoint_specs import CheckpointReader
-from mt_core.config.checks import check_warmup, global_batch_size
+from mt_core.config.checks import check_warmup, global_batch_size, world_size
 from mt_core.config.loading import LoadedConfig
 from mt_core.config.parallel import ParallelConfig
 from mt_core.config.schema import Config
@@ -26,7 +28,7 @@ from mt_core.launch.environment import read_environment
 from mt_core.launch.process_group import local_device
 from mt_core.nn.auxiliary import RunsUncompiled
 from mt_core.nn.batch_invariance import require_batch_invariance
-from mt_core.nn.build_context import ModelBuildContext
+from mt_core.nn.build_context import ModelBuildContext, active_transforms
 from mt_core.nn.context_parallel.core import build_hierarchical_axes
 from mt_core.nn.fp8.use import use_fp8
 from mt_core.nn.kernels.choice import Kernels, use_kernels
@@ -49,7 +51,7 @@ from mt_core.parallel.context import AxisSizes, ParallelContext, axis_members, b
 from mt_core.parallel.pipeline.schedules import configured_schedule, splits_backward
 from mt_core.parallel.pipeline.stage import Stage
 from mt_core.plugins import PluginHost
-from mt_core.specs import DATASETS, LR_SCHEDULES, MODEL_TRANSFORMS, MODELS, OPTIMIZERS, TOKENIZERS
+from mt_core.specs import DATASETS, LR_SCHEDULES, MODELS, OPTIMIZERS, TOKENIZERS
 from mt_core.train.auto_choices import REMAINDERS
 from mt_core.train.checkpoint.state import merged_over_stages
 from mt_core.train.memory import WithoutMemory, allocate_parameters, build_within_memory
@@ -93,6 +95,15 @@ def axis_sizes(config: Config) -> AxisSizes:
         etp=parallel.expert_tensor_parallel_size,
         replicate=parallel.num_distributed_optimizer_instances,
     )
+
+
+def require_process_group() -> None:
+    """Raises ConfigError for one of several processes of torchrun without a process group: each would train alone."""
+    if "RANK" in os.environ and world_size() > 1 and not dist.is_initialized():
+        raise ConfigError(
+            f"this is one of {world_size()} processes (RANK and WORLD_SIZE are set) and has no process group, so that "
+            "each would train a model of its own; put the script inside `with mt_core.launch.rank_session(device):`"
+        )
 
 
 def build_context(config: Config, device: torch.device) -> ParallelContext:
@@ -205,15 +216,14 @@ def build_model(
 
 def transform_model(model: nn.Module, context: ModelBuildContext) -> nn.Module:
     """The model after the registered transforms that its configuration turns on."""
-    for spec in sorted(context.host[MODEL_TRANSFORMS], key=lambda spec: spec.name):
-        if spec.applies.load()(context.config):
-            model = spec.transform.load()(model, context.config, context)
+    for spec in active_transforms(context.config, context.host):
+        model = spec.transform.load()(model, context.config, context)
     return model
 
 
 def replaces_parameters(config: Config, host: PluginHost) -> bool:
     """Whether a transform replaces parameters that the family declares, which are not allocated then."""
-    return any(spec.replaces_parameters and spec.applies.load()(config) for spec in host[MODEL_TRANSFORMS])
+    return any(spec.replaces_parameters for spec in active_transforms(config, host))
 
 
 def count_flops(config: Config, host: PluginHost) -> float | None:

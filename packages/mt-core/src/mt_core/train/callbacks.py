@@ -250,7 +250,8 @@ def configured_callbacks(config: Config, host: PluginHost, *, is_first: bool) ->
     """The callbacks that are always active, those named by train.callbacks, and the trackers. is_first: on rank 0; the
     others have those of all ranks."""
     named = config.train.callbacks
-    specs = [spec for spec in host[CALLBACKS] if spec.always and spec.name not in named]
+    always = [spec.name for spec in host[CALLBACKS] if spec.always and spec.name not in named]
+    specs = [host[CALLBACKS].get(name) for name in always]
     specs += [host[CALLBACKS].get(name, key="train.callbacks") for name in named]
     if not is_first:
         return _built((spec for spec in specs if spec.all_ranks), config)

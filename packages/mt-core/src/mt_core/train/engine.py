@@ -176,6 +176,7 @@ class Engine:
         if model is not None and plain:
             require_whole(model, config.parallel)
         require_same_program(config, tokenizer, host)
+        build.require_process_group()
         ctx = build.build_context(config, device)
         parts.observe(device, ctx)
         # First of all work on the device: hooks on gradients belong to the stream on which they are registered.

@@ -105,6 +105,6 @@ class Evaluator(Protocol):
 
 def configured_evaluators(config: Config, host: PluginHost) -> list[Evaluator]:
     """Those that the configuration turns on."""
-    built = [spec.build.load()(config) for spec in host[EVALUATORS]]
+    built = [spec.build.load()(config) for spec in host[EVALUATORS].distinct()]
     # A plugin's build() returns None where the section does not turn it on.
     return [evaluator for evaluator in built if evaluator is not None]

@@ -16,9 +16,10 @@ from torch import Tensor, dtype
 from mt_core.checkpoint_specs import CheckpointReader
 from mt_core.config.schema import CheckpointConfig, Config
 from mt_core.errors import CheckpointError, ConfigError
+from mt_core.nn.build_context import active_transforms
 from mt_core.nn.layout import ParameterLayout
 from mt_core.plugins import PluginHost
-from mt_core.specs import MODEL_TRANSFORMS, MODELS, StartsFrom
+from mt_core.specs import MODELS, StartsFrom
 from mt_core.train.checkpoint.state import MODEL, RunState, merged_over_stages, require_fit, shapes_of_all_stages
 
 
@@ -60,8 +61,8 @@ def adapted(reader: CheckpointReader, config: Config, host: PluginHost) -> Check
     is."""
     adapt = host[MODELS].get(config.model.family, key="model.family").adapt
     reader = reader if adapt is None else adapt.load()(reader, config, host)
-    for spec in sorted(host[MODEL_TRANSFORMS], key=lambda spec: spec.name):
-        if spec.adapt is not None and spec.applies.load()(config):
+    for spec in active_transforms(config, host):
+        if spec.adapt is not None:
             reader = spec.adapt.load()(reader, config, host)
     return reader
 

@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from mt_core.checkpoint_lookup import find_checkpoint
+from mt_core.config.checks import global_batch_size
 from mt_core.config.fields import Section
 from mt_core.config.schema import CORE_SECTIONS, CheckpointConfig, Config
 from mt_core.errors import CheckpointError
@@ -14,7 +15,7 @@ from mt_core.interfaces import Tokenizer
 from mt_core.plugins import PluginHost
 from mt_core.specs import LOSSES, SECTIONS
 from mt_core.train.checkpoint.run_directory import RunDirectory
-from mt_core.train.checkpoint.state import environment
+from mt_core.train.checkpoint.state import GLOBAL_BATCH, environment
 
 # -- fingerprints of the training data, stored in checkpoints ----------------------------------------
 #
@@ -135,7 +136,7 @@ def require_same_run(metadata: Mapping[str, Any], config: Config, origin: str, h
     Implementations of the same loss or attention, which differ in rounding, and forms of the master weights count as
     different with train.deterministic only.
     """
-    changed = differences(metadata["config"], config, host)
+    changed: Iterable[Change] = [*differences(metadata["config"], config, host), *_other_batch(metadata, config)]
     if not config.train.deterministic:
         # Such a change moves the loss by rounding alone, which continues the run in all but its bits.
         changed = (change for change in changed if not _is_other_rounding(change, host))
@@ -143,6 +144,16 @@ def require_same_run(metadata: Mapping[str, Any], config: Config, origin: str, h
     if config.train.deterministic:
         _require_same_environment(metadata["environment"], origin)
     return changes
+
+
+def _other_batch(metadata: Mapping[str, Any], config: Config) -> Iterator[Change]:
+    """The global batch size that follows from the number of ranks, where that is another one than then."""
+    size = global_batch_size(config)
+    # Older checkpoints lack the size.
+    then = metadata.get(GLOBAL_BATCH, size)
+    # Where the key itself differs, `differences` has it.
+    if then != size and metadata["config"]["train"].get(GLOBAL_BATCH) == config.train.global_batch_size:
+        yield Change(f"train.{GLOBAL_BATCH}", then, size)
 
 
 def _is_other_rounding(change: Change, host: PluginHost) -> bool:

@@ -16,6 +16,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from mt_core.checkpoint_specs import CheckpointReader, Fragment
+from mt_core.config.checks import global_batch_size
 from mt_core.config.schema import Config
 from mt_core.errors import CheckpointError
 from mt_core.nn.layout import ParameterLayout, parameter_layouts, stream_seed
@@ -79,6 +80,7 @@ BUFFERS = "buffers."
 MAIN = "main"
 REMAINDER = "remainder"
 """Optimizer state with the low 16 bits of fp32 weights. A checkpoint stores the fp32 weight, not the two halves."""
+GLOBAL_BATCH = "global_batch_size"
 WITHOUT_OPTIMIZER = "without_optimizer"
 """Entry of the metadata: true in a checkpoint that was saved without the optimizer's state."""
 T = TypeVar("T")
@@ -153,6 +155,8 @@ class RunState:
         return {
             **asdict(self.state),
             "config": config.to_dict(),
+            # Without train.global_batch_size it follows from the number of ranks, which the configuration has not.
+            GLOBAL_BATCH: global_batch_size(config),
             "loss_scaler": self.scaler.state(),
             "environment": environment(),
         }
