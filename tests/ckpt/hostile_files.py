@@ -109,6 +109,20 @@ TOKENIZERS = {
     "regular expression": tokenizer(pre_tokenizer=split(r"(a|a|aa)+$")),
     "nested regular expression": tokenizer(pre_tokenizer=split(r"((a+)+)+[^!ab]")),
     "counted regular expression": tokenizer(pre_tokenizer=split(r"((a{0,1000}){0,1000}){0,1000}b")),
+    "normalizer's regular expression": tokenizer(
+        normalizer={"type": "Replace", "pattern": {"Regex": r"(a|a|aa)+$"}, "content": ""}
+    ),
+    "decoder's regular expression": tokenizer(
+        decoder={"type": "Replace", "pattern": {"Regex": r"(a+)+b"}, "content": ""}
+    ),
+    "processors": tokenizer(
+        post_processor={
+            "type": "Sequence",
+            "processors": [{"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": True, "use_regex": True}]
+            * 1000,
+        }
+    ),
+    "merges": tokenizer(model={"type": "BPE", "vocab": {"a": 0}, "merges": [["a", "a"]] * MANY, "unk_token": "a"}),
     "parentheses": tokenizer(pre_tokenizer=split("(" * 100_000 + ")" * 100_000)),
     "padding": tokenizer(
         padding={

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib.util
 import json
+import os
 import shutil
 from pathlib import Path
 from typing import Any
@@ -13,7 +14,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from mt_core.errors import DataError
+from mt_data.tokenizers.engines import PATTERNS
 from mt_data.tokenizers.hugging_face import HuggingFaceConfig, HuggingFaceTokenizer, build_hugging_face
+from mt_data.tokenizers.regex_probes import endless_pattern
 
 
 def build(directory: str | Path, **keys: Any) -> HuggingFaceTokenizer:
@@ -153,3 +156,47 @@ def test_bad_directories(tmp_path: Path) -> None:
 def test_lone_surrogate_is_named(hugging_face_directory: str) -> None:
     with pytest.raises(DataError, match=r"U\+D800 at character 1"):
         build(hugging_face_directory).encode("a\ud800")
+
+
+SPLITS_OF_MODELS = [
+    *PATTERNS.values(),
+    r"(?:'(?:[sdmt]|ll|ve|re))+|(?:\r?\n)+|(?:[ab]+c)*d|(a|b)*c",
+]
+
+
+@pytest.mark.parametrize("part", ["normalizer", "pre_tokenizer", "decoder"])
+def test_an_endless_regular_expression_is_refused_without_a_panic(
+    hugging_face_directory: str, tmp_path: Path, capfd: pytest.CaptureFixture[str], part: str
+) -> None:
+    shutil.copytree(hugging_face_directory, tmp_path / "t")
+    file = tmp_path / "t" / "tokenizer.json"
+    content = json.loads(file.read_text())
+    step = {"type": "Replace", "content": ""}
+    if part == "pre_tokenizer":
+        step = {"type": "Split", "behavior": "Isolated", "invert": False}
+    content[part] = {**step, "pattern": {"Regex": "(a|a|aa)+$"}}
+    file.write_text(json.dumps(content))
+    with pytest.raises(DataError, match=rf"its {part} has the regular expression '\(a\|a\|aa\)\+\$'"):
+        build(tmp_path / "t")
+    os.write(2, b"standard error is back")
+    assert capfd.readouterr().err == "standard error is back"
+
+
+def test_regular_expressions_with_an_end_are_taken() -> None:
+    for pattern in SPLITS_OF_MODELS:
+        assert endless_pattern({"pre_tokenizer": {"type": "Split", "pattern": {"Regex": pattern}}}) is None
+
+
+def test_files_with_values_beyond_all_vocabularies_are_not_parsed(
+    hugging_face_directory: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Each number of a list takes 36 bytes once it is parsed."""
+
+    def parse(data: bytes, path: str, key: str) -> Any:
+        assert not path.endswith("/tokenizer.json")
+        return json.loads(data)
+
+    monkeypatch.setattr("mt_data.tokenizers.limits.MOST_VALUES", 100)
+    monkeypatch.setattr("mt_data.tokenizers.hugging_face.parse_json", parse)
+    with pytest.raises(DataError, match=r"tokenizer\.json' is refused: it has .* values; 100 are allowed"):
+        build(hugging_face_directory)

@@ -14,7 +14,8 @@ from mt_core.interfaces import SpecialTokens
 from mt_data.tokenizers import base as names
 from mt_data.tokenizers.base import BaseTokenizer, FileTokenizerConfig, decode_utf8, parse_json, read_file
 from mt_data.tokenizers.engines import TokenizersEngine
-from mt_data.tokenizers.limits import LARGEST_ID, require_limits
+from mt_data.tokenizers.limits import LARGEST_ID, require_limits, require_size
+from mt_data.tokenizers.regex_probes import endless_pattern
 
 if TYPE_CHECKING:
     import tokenizers
@@ -112,7 +113,7 @@ def _load(data: bytes, directory: Path) -> tokenizers.Tokenizer:
 
     path = str(directory / MAIN_FILE)
     text = decode_utf8(data, path, KEY)
-    require_limits(parse_json(data, path, KEY), path, KEY)
+    _require_harmless(data, path)
     try:
         tokenizer = Tokenizer.from_str(text)
     except Exception as error:  # the library raises a bare Exception for a file that it cannot use
@@ -123,11 +124,24 @@ def _load(data: bytes, directory: Path) -> tokenizers.Tokenizer:
     return tokenizer
 
 
+def _require_harmless(data: bytes, path: str) -> None:
+    require_size(data, path, KEY)
+    content = parse_json(data, path, KEY)
+    require_limits(content, path, KEY)
+    if isinstance(content, Mapping) and (endless := endless_pattern(content)) is not None:
+        part, pattern = endless
+        raise DataError(
+            f"tokenizer.{KEY}={path!r} is refused: its {part} has the regular expression {pattern[:80]!r}, which "
+            "does not end on a text of 41 characters; write it without a repeated group of repetitions"
+        )
+
+
 def _settings(files: Mapping[str, bytes], directory: Path) -> dict[str, Any]:
     """`tokenizer_config.json`, with the special tokens of `special_tokens_map.json` where it names none."""
     merged: dict[str, Any] = {}
     for name in ("special_tokens_map.json", "tokenizer_config.json"):
         if name in files:
+            require_size(files[name], str(directory / name), KEY)
             value = parse_json(files[name], str(directory / name), KEY)
             if not isinstance(value, dict):
                 raise DataError(f"tokenizer.{KEY}: {str(directory / name)!r} holds no JSON object")

@@ -20,6 +20,18 @@ MOST_IDS = 1 << 16
 """Ids that a post-processor may put around a text, and elements of a fixed length."""
 IDS_OF_TEXT = 1024
 LARGEST_ID = 1 << 26
+MOST_VALUES = 3_000_000
+"""Values in one JSON file: those of 500,000 tokens and as many merges, and memory of half a gigabyte to read."""
+MOST_BYTES = 1 << 27
+
+
+def require_size(data: bytes, path: str, key: str) -> None:
+    """Raise DataError for a JSON file of a tokenizer that is too large to be read, before it is."""
+    if len(data) > MOST_BYTES:
+        raise _refusal(path, key, f"it has {len(data)} bytes; {MOST_BYTES} are allowed")
+    # Each value but the first of an array or object follows a comma. Those within texts count too, and are few.
+    if (count := sum(data.count(mark) for mark in (b",", b"[", b"{"))) > MOST_VALUES:
+        raise _refusal(path, key, f"it has {count} values; {MOST_VALUES} are allowed")
 
 
 def require_limits(content: Any, path: str, key: str) -> None:
@@ -27,14 +39,17 @@ def require_limits(content: Any, path: str, key: str) -> None:
     if not isinstance(content, Mapping):
         return
     for part in ("normalizer", "pre_tokenizer", "decoder"):
-        steps = list(_steps(content.get(part)))
+        steps = list(components(content.get(part)))
         longest = max((len(text) for step in steps for text in _put(step)), default=0)
         growth = math.prod(map(_growth, steps[:MOST_STEPS]))
         if longest > LONGEST_TEXT:
             raise _refusal(path, key, f"its {part} puts a text of {longest} characters; {LONGEST_TEXT} are allowed")
         if growth > MOST_GROWTH or len(steps) > MOST_STEPS:
             raise _refusal(path, key, f"its {part} makes texts more than {MOST_GROWTH:g} times longer, or is too long")
-    for step in _steps(content.get("post_processor")):
+    processors = list(components(content.get("post_processor")))
+    if len(processors) > MOST_STEPS:
+        raise _refusal(path, key, f"its post-processor has {len(processors)} parts; {MOST_STEPS} are allowed")
+    for step in processors:
         if (count := _ids_around(step)) > MOST_IDS:
             raise _refusal(path, key, f"its post-processor puts {count} ids around a text; {MOST_IDS} are allowed")
     if (largest := max(_ids(content), default=0)) > LARGEST_ID:
@@ -45,7 +60,7 @@ def _refusal(path: str, key: str, reason: str) -> DataError:
     return DataError(f"tokenizer.{key}={path!r} is refused: {reason}")
 
 
-def _steps(part: Any) -> Iterator[Mapping[str, Any]]:
+def components(part: Any) -> Iterator[Mapping[str, Any]]:
     """The parts of a sequence, in any depth that JSON has been read with."""
     waiting = [part]
     while waiting:
