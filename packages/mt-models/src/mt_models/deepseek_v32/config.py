@@ -8,9 +8,12 @@ from typing import Annotated, Any, Protocol
 from pydantic import Field
 
 from mt_core.config.fields import NonNegativeInt, PositiveInt
+from mt_core.config.layer_pattern import read_pattern
 from mt_core.config.schema import Config
 from mt_core.errors import ConfigError
 from mt_models.deepseek.config import DeepseekConfig, check_deepseek, shrink_deepseek
+
+INDEXER_PATTERN = "model.dsa_indexer_pattern"
 
 
 class IndexedAttentionConfig(DeepseekConfig):
@@ -28,6 +31,9 @@ class IndexedAttentionConfig(DeepseekConfig):
     """Every so many layers one has an indexer; those behind it attend to the keys that it has chosen."""
     dsa_indexer_skip_topk_offset: NonNegativeInt = 0
     """So many first layers all have an indexer; from there on dsa_indexer_topk_freq counts."""
+    dsa_indexer_pattern: str | None = None
+    """In place of these two, a pattern with a 1 for each layer that has an indexer, such as "([1]*2+[0]*1+[1]*1)"; the
+    first is a 1."""
     dsa_indexer_loss_coeff: Annotated[float, Field(ge=0)] = 0.0
     """What the loss of an indexer counts beside that of the next token: the KL divergence of its scores from the
     attention of its layer. 0: the indexers are not trained."""
@@ -42,9 +48,19 @@ class IndexedAttentionConfig(DeepseekConfig):
         offset, number = max(self.dsa_indexer_skip_topk_offset, 1), layer + 1
         # A layer of multi-token prediction has an indexer, whatever its number.
         predicts = layer >= self.num_layers - self._predicted_layers
-        if predicts or number <= offset:
+        if predicts:
+            return layer
+        if self.dsa_indexer_pattern is not None:
+            return self._last_with_indexer(self.dsa_indexer_pattern, layer)
+        if number <= offset:
             return layer
         return layer - (number - offset) % self.dsa_indexer_topk_freq
+
+    def _last_with_indexer(self, pattern: str, layer: int) -> int:
+        entries = read_pattern(pattern, self.num_layers - self._predicted_layers, INDEXER_PATTERN)
+        if not entries[0]:
+            raise ConfigError(f"{INDEXER_PATTERN}={pattern!r} begins with 0: the first layer needs an indexer")
+        return max(number for number in range(layer + 1) if entries[number])
 
 
 class DeepseekV32Config(IndexedAttentionConfig):
@@ -71,6 +87,7 @@ def check_indexers(config: Config, model: IndexedAttentionConfig) -> None:
             f"model.dsa_indexer_head_dim={model.dsa_indexer_head_dim} is below the channels that positions rotate "
             f"(model.qk_pos_emb_head_dim)={model.qk_pos_emb_head_dim}"
         )
+    model.indexer_of(0)  # raises for a pattern that is none
     _check_loss(model)
     check_indexer_layout(config, model)
 

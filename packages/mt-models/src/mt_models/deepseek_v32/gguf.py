@@ -9,7 +9,7 @@ from mt_models.blocks.gguf_decoder import decoder_map, norms, tied_output
 from mt_models.deepseek import gguf as deepseek
 from mt_models.deepseek_v32.config import DeepseekV32Config
 from mt_models.deepseek_v32.hugging_face import DEEPSEEK, FULL, GLM, SHARED
-from mt_models.gguf import External, GGUFArchitecture, GGUFFamily, Key, Metadata
+from mt_models.gguf import External, GGUFArchitecture, GGUFFamily, Key, Metadata, require
 
 PREFIX = "self_attention.core_attention.indexer."
 INDEXER = {f"{PREFIX}linear_wq_b": "indexer.attn_q_b", f"{PREFIX}linear_wk": "indexer.attn_k"}
@@ -34,6 +34,8 @@ def read(metadata: Metadata) -> dict[str, Any]:
 
 
 def write(external: External) -> dict[str, Any]:
+    # Of dense layers the file has the number of those that come first.
+    require(external, "mlp_layer_types", (None,), str(external["model_type"]))
     return {
         **deepseek.write(external),
         "expert_gating_func": deepseek.SIGMOID,

@@ -144,6 +144,7 @@ def import_extra(external: Mapping[str, Any]) -> dict[str, Any]:
         **import_rope(external),
         "dsa_indexer_topk_freq": sharing.get("dsa_indexer_topk_freq", 1),
         "dsa_indexer_skip_topk_offset": sharing.get("dsa_indexer_skip_topk_offset", 0),
+        "dsa_indexer_pattern": sharing.get("dsa_indexer_pattern"),
         "dsa_indexer_k_norm_epsilon": epsilon,
         # Norms of latents are built without the configuration's epsilon there.
         **({"latent_norm_epsilon": deepseek.NORM_EPSILON} if epsilon != deepseek.NORM_EPSILON else {}),

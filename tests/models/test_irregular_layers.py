@@ -1,4 +1,4 @@
-"""Layers with a window in any order: the logits of transformers, and the same list in the file that is written."""
+"""Kinds of layers in any order: the logits of transformers, and the same lists in the file that is written."""
 
 from __future__ import annotations
 
@@ -74,3 +74,55 @@ def test_a_pattern_by_hand() -> None:
     assert first_without_window("([1]*4)", 4) == 4
     with pytest.raises(ConfigError, match=r"model\.sliding_window_pattern=.* has 4 entries"):
         has_window(pattern, 0, 5)
+
+
+# -- indexers and experts ------------------------------------------------------------------------------
+
+INDEXERS = ["full", "shared", "full", "full", "shared", "full"]
+FEED_FORWARDS = ["dense", "sparse", "dense", "sparse", "sparse", "dense"]
+LISTS = {
+    "glm_moe_dsa": {"indexer_types": INDEXERS, "mlp_layer_types": FEED_FORWARDS},
+    "deepseek_v32": {"mlp_layer_types": FEED_FORWARDS},
+    "hy_v4": {"indexer_types": INDEXERS, "mlp_layer_types": FEED_FORWARDS},
+}
+
+
+@pytest.mark.parametrize("name", LISTS)
+def test_indexers_and_experts_are_those_of_the_class(host, tmp_path, name) -> None:
+    case = CASES[name]
+    theirs = make_model(replace(case, keys={**case.keys, "num_hidden_layers": 6, "index_topk": 3, **LISTS[name]}))
+    theirs.save_pretrained(tmp_path)
+    external, family = theirs.config.to_dict(), family_named(case.family, host)
+    written = family.write_config(read_config(family, external, host).model)
+    assert {key: written[key] for key in LISTS[name]} == LISTS[name]
+    again = type(theirs.config).from_dict(written).to_dict()
+    assert {key: again[key] for key in LISTS[name]} == LISTS[name]
+    ours = dense.build_from(host, family.read_config(external), backend="eager")
+    load_reference(ours, load_file(tmp_path / "model.safetensors"), family)
+    tokens = torch.randint(0, VOCAB, (2, 11), generator=torch.Generator().manual_seed(1))
+    with torch.no_grad():
+        expected = theirs(tokens).logits
+        torch.testing.assert_close(ours(tokens), expected, rtol=1e-5, atol=1e-5 * float(expected.abs().max()))
+
+
+def test_a_number_of_dense_layers_beside_the_list_does_not_count(host) -> None:
+    """The class of GLM-5 writes its default there."""
+    from transformers import GlmMoeDsaConfig
+
+    keys = {**CASES["glm_moe_dsa"].keys, "first_k_dense_replace": 3, "mlp_layer_types": ["dense", "sparse", "sparse"]}
+    external = GlmMoeDsaConfig(**keys).to_dict()
+    assert external["first_k_dense_replace"] == 3
+    model = read_config(family_named("deepseek_v32", host), external, host).model
+    assert model.moe["moe_layer_freq"] == "([0]*1+[1]*2)"
+
+
+def test_the_first_layer_needs_an_indexer(host) -> None:
+    keys = family_named("deepseek_v32", host).read_config({**make_glm(), "indexer_types": ["full", "full", "shared"]})
+    with pytest.raises(ConfigError, match=r"model\.dsa_indexer_pattern=.* begins with 0"):
+        dense.build_from(host, {**keys, "dsa_indexer_pattern": "([0]*1+[1]*2)"})
+
+
+def make_glm():
+    from transformers import GlmMoeDsaConfig
+
+    return GlmMoeDsaConfig(**CASES["glm_moe_dsa"].keys).to_dict()
