@@ -1,4 +1,5 @@
-"""Decoders within classes of `transformers` that have towers too, read for their text; further names of such classes.
+"""Decoders within classes of `transformers` that have towers too, read for their text; further names of such classes,
+and further inputs.
 
 Their folders have no tensors of towers: with them, another family reads several of the types.
 """
@@ -11,6 +12,8 @@ from tests.ckpt.family_cases import CASES, IMAGE, TOWER, Case
 
 SMALL_TOWER = {"depth": 1, "hidden_size": 16, "num_heads": 2, "intermediate_size": 12, "patch_size": 2}
 SMALL_TOWER |= {"out_hidden_size": 32}
+VISION_START, AUDIO_START = 90, 95
+"""Tokens before an image and before a sound."""
 BESIDE_TEXT = ("vision_config", "audio_config")
 """Parts of a configuration that text has nothing from."""
 
@@ -57,6 +60,13 @@ def _smolvlm() -> Case:
     return replace(known, model="SmolVLMForConditionalGeneration", config="SmolVLMConfig", keys=keys, parts=parts)
 
 
+def _qwen3_omni() -> Case:
+    """With images beside the sounds, since what the vision transformer has is in no text without them."""
+    known = CASES["qwen3_omni_moe_thinker"]
+    keys = {"vision_start_token_id": VISION_START, "vision_end_token_id": 1, "audio_start_token_id": AUDIO_START}
+    return replace(known, keys={**known.keys, **keys}, inputs="text_with_sound_and_patches")
+
+
 LARGER_CLASSES: dict[str, Case] = {
     "qwen3_5 without its tower": text_of("qwen3_5", "qwen_next"),
     "qwen3_5_moe without its tower": text_of("qwen3_5_moe", "qwen_next"),
@@ -68,4 +78,9 @@ LARGER_CLASSES: dict[str, Case] = {
     "glm5_next without its tower": _glm5_next(),
     "inkling_mm_model without towers": _inkling(),
 }
-SWEEP_CASES: dict[str, Case] = {**CASES, **LARGER_CLASSES, "smolvlm, its newer name": _smolvlm()}
+SWEEP_CASES: dict[str, Case] = {
+    **CASES,
+    **LARGER_CLASSES,
+    "smolvlm, its newer name": _smolvlm(),
+    "qwen3_omni_moe_thinker": _qwen3_omni(),
+}
