@@ -127,7 +127,8 @@ def _type_in(known: ConfigMap | None, name: str, value: Any) -> Any:
     if known is not None:
         stated += [f.default for f in known.fields if f.theirs == name]
         stated += [value for f in known.fixed if f.theirs == name for value in f.values]
-    return next((type(value) for value in stated if value is not None), Literal[True])
+    otherwise = int if name.endswith("_token_id") else Literal[True]
+    return next((type(value) for value in stated if value is not None), otherwise)
 
 
 def _distinct(values: list[Any]) -> list[Any]:
