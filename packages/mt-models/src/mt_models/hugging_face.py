@@ -277,6 +277,7 @@ IGNORED: Mapping[str, str] = {
         ("experts_implementation", "_experts_implementation"),  # Transformers 5.0 writes it for dense models too
         "which kernel multiplied the experts' matrices; model.moe.moe_grouped_gemm chooses one",
     ),
+    "allow_global_per_layer_attribute_access": "which attributes the Python class lets be read",
     "use_cache": "decoding has a cache whenever it is asked for one",
     "output_past": "decoding has a cache whenever it is asked for one",
     "cache_implementation": OF_GENERATION,

@@ -166,15 +166,13 @@ AFMOE = ConfigMap(
         Fixed("attention_bias", (False,)),
         Fixed("score_func", ("sigmoid",), written=False),
         Fixed("route_norm", (True,), written=False),
-        *(
-            Fixed(key, (1, None), written=False)
-            for key in ("n_group", "topk_group", "num_expert_groups", "num_limited_groups")
-        ),
+        *(Fixed(key, (1, 0, None), written=False) for key in ("n_group", "num_expert_groups")),
         *NOT_A_CHOICE,
     ),
     ignored={
         **IGNORED,
         **MOE_IGNORED,
+        **dict.fromkeys(("topk_group", "num_limited_groups"), "only counts with groups of experts"),
         "use_grouped_mm": "which kernel multiplied the experts' matrices; model.moe.moe_grouped_gemm chooses one",
         "load_balance_coeff": "what a step of training adds to expert biases; model.moe.moe_router_bias_update_rate is",
     },

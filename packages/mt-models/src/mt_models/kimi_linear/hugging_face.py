@@ -291,13 +291,14 @@ KIMI_LINEAR = ConfigMap(
         Fixed("mla_use_nope", (True,)),
         Fixed("moe_router_activation_func", ("sigmoid",)),
         Fixed("moe_layer_freq", (1,)),
-        Fixed("num_nextn_predict_layers", (0,), written=False),
     ),
     ignored={
         **IGNORED,
         **MOE_IGNORED,
         **dict.fromkeys((*ROPE_KEYS, "rope_interleave"), NO_POSITIONS),
         "head_dim": "the class computes it from other fields",
+        "num_nextn_predict_layers": "of layers that predict further tokens, which the class has not; their tensors are "
+        "refused by name",
         "qk_head_dim": "the sum of other fields",
         "use_grouped_topk": "the class has groups by num_expert_group",
         "topk_method": "the class has one way to choose experts",

@@ -44,7 +44,14 @@ of the family bart, which has two."""
 KINDS = ("weight", "bias")
 NORM_EPSILON = 1e-5
 """Epsilon of torch's LayerNorm, which the class does not change."""
-ACTIVATIONS = {"gelu": "gelu", "gelu_new": "gelu_tanh", "relu": "relu", "silu": "silu", **FURTHER_ACTIVATIONS}
+ACTIVATIONS = {
+    "gelu": "gelu",
+    "gelu_new": "gelu_tanh",
+    "relu": "relu",
+    "silu": "silu",
+    "gelu_pytorch_tanh": "gelu_tanh",
+}
+ACTIVATIONS |= FURTHER_ACTIVATIONS
 OF_CHATTING = {"decoder_start_token_id": 0, "forced_eos_token_id": None, "encoder_no_repeat_ngram_size": 0}
 """What the class would do in generation by default. The tokenizer may say with which id the decoder begins."""
 BOTH_STACKS = (("layers", "num_layers"), ("attention_heads", "num_attention_heads"), ("ffn_dim", "ffn_hidden_size"))

@@ -36,6 +36,7 @@ PLAIN = {
 }
 """dense_act_fn -> model.activation."""
 GATED = {"gelu": "geglu", "gelu_new": "geglu_tanh", "gelu_pytorch_tanh": "geglu_tanh", "silu": "swiglu"}
+GATED |= {name: GATED["gelu_new" if plain == "gelu_tanh" else plain] for name, plain in FURTHER_ACTIVATIONS.items()}
 """The same with is_gated_act."""
 
 
