@@ -30,7 +30,9 @@ def build_datasets(config: Config, tokenizer: Tokenizer, split: Split, host: Plu
     if samples == 0:
         return {}
     spec = host[DATASETS].get(config.data.dataset_type, key="data.dataset_type")
-    request = SplitRequest(split, samples, config.data.seq_length, config.train.seed, config.model.media_token_ids)
+    # `mt data` reads the sections of data and tokenizer alone.
+    media = config.model.media_token_ids if hasattr(config, "model") else frozenset[int]()
+    request = SplitRequest(split, samples, config.data.seq_length, config.train.seed, media)
     built = spec.build.load()(config.data, tokenizer, request)
     if built is None:
         return {}
