@@ -147,6 +147,24 @@ def with_options(tmp_path: Path, host: PluginHost, **options: str) -> ImportResu
     return import_file(tmp_path / "model_config.yaml", host)
 
 
+OFFLOADING = {"fine_grained_activation_offloading": "true", "offload_modules": '"[core_attn attn_proj]"'}
+
+
+def test_activations_of_single_modules_in_host_memory(tmp_path: Path, host: PluginHost) -> None:
+    options = {**OFFLOADING, "min_offloaded_tensor_size": "1024", "activation_offload_fraction": "1.0"}
+    result = with_options(tmp_path, host, **options)
+    assert result.of_status("refused") == []
+    assert result.sections["recompute"] == {
+        "offload_modules": ["core_attn", "attn_proj"],
+        "min_offloaded_tensor_size": 1024,
+    }
+    check_configuration(result.sections, 1, host)
+    (refusal,) = with_options(tmp_path, host, **{**OFFLOADING, "offload_modules": "mlp"}).of_status("refused")
+    assert "activations of mlp in host memory" in refusal.reason
+    # Without the first option the others count for nothing.
+    assert "recompute" not in with_options(tmp_path, host, offload_modules="core_attn").sections
+
+
 FSDP = {"use_megatron_fsdp": "true", "num_distributed_optimizer_instances": "2"}
 
 

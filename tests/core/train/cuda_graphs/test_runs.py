@@ -320,6 +320,7 @@ def test_on_a_cpu_graphs_are_refused(tiny) -> None:
         (["data.reset_attention_mask=true"], "data.reset_attention_mask=true packs documents"),
         (["recompute.recompute_granularity=full"], "recompute_granularity=full"),
         (["recompute.cpu_offloading_num_layers=1"], "cpu_offloading_num_layers=1 moves"),
+        (["recompute.offload_modules=['attn_proj']"], "recompute.offload_modules=['attn_proj'] moves"),
         (["parallel.use_torch_fsdp2=true"], "use_torch_fsdp2=true"),
         (["model.hidden_dropout=0.1"], "model.hidden_dropout=0.1 is seeded by the host"),
         (["model.attention_dropout=0.1"], "model.attention_dropout=0.1 is seeded by the host"),

@@ -121,6 +121,18 @@ def check_recompute(config: Config) -> None:
             "recompute.recompute_granularity=selective with no recompute.recompute_modules computes nothing again; "
             "name some, such as core_attn, or remove both"
         )
+    if recompute.min_offloaded_tensor_size != 1048576 and not recompute.offload_modules:
+        raise ConfigError("recompute.min_offloaded_tensor_size would be ignored: set recompute.offload_modules too")
+    if recompute.offload_modules and recompute.recompute_granularity == "full":
+        raise ConfigError(
+            "recompute.recompute_granularity=full keeps the inputs of layers alone, of whose modules "
+            "recompute.offload_modules would keep activations; set one of the two to none, or to []"
+        )
+    if recompute.offload_modules and config.train.compile != "none":
+        raise ConfigError(
+            f"recompute.offload_modules copies what modules keep, which train.compile={config.train.compile} decides "
+            "for whole layers; set train.compile=none"
+        )
     if "mhc" in recompute.recompute_modules and not getattr(config.model, "enable_mhc_connections", False):
         raise ConfigError(
             "recompute.recompute_modules has mhc, hyper-connections, which this model has not; remove it, or set "

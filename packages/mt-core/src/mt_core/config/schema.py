@@ -365,6 +365,9 @@ class KernelsConfig(Section):
 RecomputedModule = Literal["core_attn", "layernorm", "mhc", "mlp", "mla_up_proj", "moe", "moe_act", "shared_experts"]
 
 
+OffloadedModule = Literal["attn_norm", "attn_proj", "core_attn", "expert_fc1", "mlp_norm", "moe_act", "qkv_linear"]
+
+
 class RecomputeConfig(Section):
     """Activations that are computed again in the backward pass, or wait in host memory, instead of being kept."""
 
@@ -383,6 +386,12 @@ class RecomputeConfig(Section):
     """Tensor-parallel processes keep a part each of the inputs that they have in common."""
     cpu_offloading_num_layers: NonNegativeInt = 0
     """The activations of so many first layers of each stage wait in host memory."""
+    offload_modules: list[OffloadedModule] = Field(default_factory=list)
+    """Modules in all layers whose activations wait in host memory: norms, projections and core of attention, the norm
+    before the feed-forward, and of experts their first product and their activation. moe_act and core_attn of
+    recompute_modules, too, wait there in place of being computed again."""
+    min_offloaded_tensor_size: PositiveInt = 1048576
+    """Elements of a tensor below which offload_modules leaves it on the device."""
 
 
 class CheckpointConfig(Section):

@@ -15,6 +15,8 @@ from mt_core.nn.attention import AttentionCore
 from mt_core.nn.context_parallel.core import check_dropout
 from mt_core.nn.context_parallel.zigzag import check_sequence_length
 from mt_core.nn.kernels.choice import AUTO, Kernels, configured_kernels
+from mt_core.nn.offload import CORE as OFFLOADED_CORE
+from mt_core.nn.offload import offloaded_core
 from mt_core.nn.recompute import Recompute, recomputed
 from mt_core.parallel.context import AxisName, ParallelContext
 from mt_core.parallel.pipeline.stage import Stage
@@ -127,6 +129,8 @@ class ModelBuildContext:
         core = spec.build.load()(request, softmax_in_fp32=self.config.precision.attention_softmax_in_fp32)
         core = core if self.parallel.cp.size == 1 else self._over_context(request, core)
         # Outside of context parallelism, so that its collectives run again in the second pass, on all ranks alike.
+        if OFFLOADED_CORE in self.config.recompute.offload_modules:
+            return offloaded_core(core, self.config.recompute)
         return recomputed(core) if self.recompute.selects("core_attn") else core
 
     def _over_context(self, request: AttentionRequest, core: AttentionCore) -> AttentionCore:

@@ -37,6 +37,7 @@ from mt_core.nn.dropout import DropoutStreams, use_streams
 from mt_core.nn.kernels.choice import Kernels, configured_kernels
 from mt_core.nn.layout import ParameterLayout, parameter_layouts, stream_seed
 from mt_core.nn.loss import Loss, ReportsEvaluation
+from mt_core.nn.offload import offload_modules, require_offloaded
 from mt_core.nn.plain_module import adopt_plain_module, is_plain, require_whole
 from mt_core.optim.base import Optimizer, OptimizerBuildContext
 from mt_core.optim.finalize_grads import GradFinalizer, TiedWeights, find_tied_weights
@@ -195,6 +196,9 @@ class Engine:
             all_stages = stages.all if stages is not None else None
             context = ModelBuildContext(config, ctx, host, own_stages, kernels, all_stages)
             model = build.transform_model(model, context)
+        offloaded = offload_modules(model, config.recompute)
+        if config.recompute.offload_modules:
+            require_offloaded(config.recompute, merged_over_stages(dict.fromkeys(offloaded, True), ctx))
         # Before graphs are built, which wrap the forward of the layers as they find it.
         build.compile_blocks(model, config)
         # Read before build_weights(), which under FSDP2 replaces the parameters by DTensors.

@@ -23,6 +23,7 @@ COMMUNICATORS: Mapping[str, str] = {
     "mp": "model",
 }
 """Megatron's name of a group -> our axis with its messages."""
+OFFLOADED = ("attn_norm", "attn_proj", "core_attn", "expert_fc1", "mlp_norm", "moe_act", "qkv_linear")
 RECOMPUTED = ("core_attn", "layernorm", "mhc", "mlp", "mla_up_proj", "moe", "moe_act", "shared_experts")
 FP8_RECIPES = ("tensorwise", "delayed", "blockwise", "mxfp8")
 MOMENTS = ("fp32", "bf16")
@@ -101,6 +102,12 @@ def _tokenizer(value: str, values: Mapping[str, Any], host: PluginHost) -> Itera
 def _modules(value: list[str], values: Mapping[str, Any], host: PluginHost) -> Iterator[str]:
     if unknown := [module for module in value if module not in RECOMPUTED]:
         yield f"recomputation of {', '.join(unknown)}; recompute.recompute_modules can have {', '.join(RECOMPUTED)}"
+
+
+def _offloaded(value: list[str], values: Mapping[str, Any], host: PluginHost) -> Iterator[str]:
+    if unknown := [module for module in value if module not in OFFLOADED]:
+        known = ", ".join(OFFLOADED)
+        yield f"activations of {', '.join(unknown)} in host memory; recompute.offload_modules can have {known}"
 
 
 def _fp8_recipe(value: str, values: Mapping[str, Any], host: PluginHost) -> Iterator[str]:
@@ -259,6 +266,7 @@ _CHECKS: Mapping[str, Check] = {
     "optimizer": _optimizer,
     "tokenizer_type": _tokenizer,
     "recompute_modules": _modules,
+    "offload_modules": _offloaded,
     "fp8_recipe": _fp8_recipe,
     "fp4_recipe": _fp4_recipe,
     "dataloader_type": _loader,

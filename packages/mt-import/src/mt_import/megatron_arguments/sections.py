@@ -142,6 +142,9 @@ def _recompute(values: Values) -> Keys:
     keys: Keys = {"recompute.recompute_granularity": values["recompute_granularity"] or "none"}
     if values["recompute_modules"] is not None:
         keys["recompute.recompute_modules"] = values["recompute_modules"]
+    if values["fine_grained_activation_offloading"]:
+        keys["recompute.offload_modules"] = values["offload_modules"] or []
+        keys["recompute.min_offloaded_tensor_size"] = values["min_offloaded_tensor_size"]
     return keys
 
 

@@ -64,6 +64,7 @@ REASONS: Mapping[str, str] = {
     "muon": "weights are always orthogonalized whole, whatever the tensor-parallel size",
     "noop": "Megatron ignores it, too, or it is always so",
     "norms": "norm weights are kept as they are, not less one, which computes the same",
+    "offload": "all that recompute.offload_modules names waits in host memory, copied as it is computed",
     "profiler": "the steps of [profile] are recorded by torch's profiler, with the shapes of operands",
     "quantile": "counts only with quantile_balancing, which is refused",
     "reads": "files of every format are recognized, read by any number of processes, and checked as a whole",

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from functools import partial
-from typing import Literal, Protocol
+from typing import Any, Literal, Protocol
 
 import torch
 from torch import Tensor, nn
@@ -290,6 +290,19 @@ class Experts(RunsUncompiled, nn.Module):
         # Detached: the recomputation in fc2's backward pass needs values and no graph.
         with recompute_saved(activated, partial(self.activate, inner.detach(), weights.detach())):
             return self.linear_fc2(activated, groups, written=order)
+
+    def offload_parts(self, names: Collection[str], offload: Callable[..., Any]) -> Collection[str]:
+        """See mt_core.nn.offload.OffloadsParts. An activation that is recomputed waits with its output."""
+        if "expert_fc1" in names:
+            fc1 = self.linear_fc1
+            fc1.forward = offload(fc1.forward, fc1.parameters)  # type: ignore[method-assign]
+        if "moe_act" in names and self.recompute_activation:
+            self.recompute_activation = False
+            product = offload(self._activated_product, self.linear_fc2.parameters)
+            self._activated_product = product  # type: ignore[method-assign]
+        elif "moe_act" in names:
+            self.activate = offload(self.activate)
+        return {"expert_fc1", "moe_act"}
 
     def host_wait(self) -> str | None:
         """See mt_core.nn.auxiliary.SynchronizesHost."""

@@ -80,6 +80,8 @@ FREE_KEYS = frozenset(
         "parallel.overlap_param_gather",
         "parallel.fsdp_reshard_after_forward",
         "recompute.cpu_offloading_num_layers",
+        "recompute.offload_modules",
+        "recompute.min_offloaded_tensor_size",
     }
 )
 """Keys that do not affect the trained weights."""

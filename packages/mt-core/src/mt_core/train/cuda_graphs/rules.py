@@ -93,6 +93,11 @@ def _reasons_in_settings(config: Config) -> Iterator[str]:
             f"recompute.cpu_offloading_num_layers={recompute.cpu_offloading_num_layers} moves what the backward pass "
             "keeps, and a graph keeps it in one place; set it to 0"
         )
+    if recompute.offload_modules:
+        yield (
+            f"recompute.offload_modules={recompute.offload_modules} moves what the backward pass keeps, and a graph "
+            "keeps it in one place; set it to []"
+        )
     if parallel.use_torch_fsdp2:
         yield (
             "parallel.use_torch_fsdp2=true collects weights in memory that changes; use "
