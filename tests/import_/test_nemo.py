@@ -124,6 +124,7 @@ def test_what_the_command_line_gives_is_named_and_left_out(tmp_path: Path, host:
         (("name: CosineAnnealing", "name: NoamAnnealing"), "it can be CosineAnnealing, WarmupAnnealing"),
         (("name: fused_adam", "name: adafactor"), "model.optim.name=adafactor is not read"),
         (more("normalization: scale_norm"), "it can be layernorm, rmsnorm, layernorm1p"),
+        (("constant_steps: 0", "constant_steps: 100000"), r"leaves none of the trainer.max_steps=100000 to a decay"),
         (more("restore_from_path: gpt.nemo"), "a .nemo file"),
         (more("encoder: {num_layers: 12}"), "model.encoder.num_layers: an encoder and a decoder"),
     ],

@@ -165,6 +165,17 @@ def _max_steps(flat: Mapping[str, Any]) -> int:
     return int(steps)
 
 
+def _decay_steps(flat: Mapping[str, Any], constant: int) -> int:
+    """Steps before the constant ones at the end. Raises ConfigError where there are none."""
+    steps = _max_steps(flat) - constant
+    if steps <= 0:
+        raise ConfigError(
+            f"{SCHEDULER}.constant_steps={constant} leaves none of the trainer.max_steps={_max_steps(flat)} to a decay "
+            "of the learning rate; set a smaller one, or 0 for a decay over all steps"
+        )
+    return steps
+
+
 def _schedule(flat: Mapping[str, Any]) -> dict[str, Any]:
     """The policy's name, and steps at the end with the least rate, of which Megatron's decay says where they begin."""
     name = flat.get(f"{SCHEDULER}.name")
@@ -176,7 +187,10 @@ def _schedule(flat: Mapping[str, Any]) -> dict[str, Any]:
         )
     values: dict[str, Any] = {f"{SCHEDULER}.lr_decay_style": STYLES[name]}
     if constant := flat.get(f"{SCHEDULER}.constant_steps"):
-        values |= {f"{SCHEDULER}.lr_decay_iters": _max_steps(flat) - int(constant), f"{SCHEDULER}.constant_steps": None}
+        values |= {
+            f"{SCHEDULER}.lr_decay_iters": _decay_steps(flat, int(constant)),
+            f"{SCHEDULER}.constant_steps": None,
+        }
     if ratio := flat.get(f"{SCHEDULER}.warmup_ratio"):
         values |= {f"{SCHEDULER}.warmup_steps": int(float(ratio) * _max_steps(flat)), f"{SCHEDULER}.warmup_ratio": None}
     return values
