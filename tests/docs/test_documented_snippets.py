@@ -48,6 +48,7 @@ NOT_RUN = {
     "runs/chat-reward": "needs a trained run; tests/tune/test_reward_models.py does the same",
     "episode.after(": "needs a chat model; tests/tune/environments/test_episodes.py has such episodes",
     "# my_losses/": "files of a plugin; test_documented_plugin.py makes and runs it",
+    "# my_hooks/": "files of a plugin; test_documented_hooks.py makes and runs it",
     "import my_losses.plugin": "test_documented_plugin.py runs it",
 }
 """Text in a snippet -> why it is compiled and its imports are made, and no more."""
