@@ -144,6 +144,11 @@ def test_a_global_batch_that_follows_from_the_ranks_must_be_accepted_too(tiny) -
         accepting = tiny("train.global_batch_size=null", "train.micro_batch_size=2", accepts).config
         (change,) = require_same_run(metadata, accepting, "C", host)
         assert change == ("train.global_batch_size", 2, 4)
+    # The same batch by the key, which is how more ranks keep it.
+    keeping = tiny("train.global_batch_size=2", "train.micro_batch_size=2").config
+    assert require_same_run(metadata, keeping, "C", host) == []
+    with pytest.raises(CheckpointError, match=r"2 in the checkpoint, 8 now\ntrain.global_batch_size=2 keeps the batch"):
+        require_same_run(metadata, tiny("train.global_batch_size=8", "train.micro_batch_size=2").config, "C", host)
     # A checkpoint of before the size was stored.
     del metadata["global_batch_size"]
     assert require_same_run(metadata, alone, "C", host) == []

@@ -85,6 +85,25 @@ def test_a_key_that_stands_twice_is_named(small: Live) -> None:
     assert b"the key 'role' stands twice" in answer(connection, "POST", "/v1/chat/completions", twice)[1]
 
 
+@pytest.mark.parametrize(
+    ("body", "kind", "reason"),
+    [
+        (b'{"prompt": "\xff"}', "application/json", "'utf-8' codec can't decode byte 0xff"),
+        (b'{"max_tokens": ' + b"9" * 5000 + b"}", "application/json", "Exceeds the limit"),
+        (b"[" * 200_000, "application/json", "nested too deeply"),
+        (b'{"prompt": "x"}', "text/plain", "Content-Type: application/json"),
+    ],
+)
+def test_a_body_that_cannot_be_read_says_why(small: Live, body: bytes, kind: str, reason: str) -> None:
+    """FastAPI says of all but wrong syntax that there was an error."""
+    connection = http.client.HTTPConnection(small.url.removeprefix("http://"), timeout=30)
+    connection.request("POST", "/v1/completions", body, {"Content-Type": kind})
+    response = connection.getresponse()
+    content = response.read()
+    require_error(response.status, content)
+    assert reason in json.loads(content)["error"]["message"]
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("examples", [100, pytest.param(3000, marks=pytest.mark.exhaustive)])
 def test_malformed_fields_are_errors(small: Live, examples: int) -> None:

@@ -85,6 +85,7 @@ FREE_KEYS = frozenset(
     }
 )
 """Keys that do not affect the trained weights."""
+BATCH_KEY = f"train.{GLOBAL_BATCH}"
 BACKEND = "attention_backend"
 MAIN_WEIGHTS = "optimizer.main_weights"
 FREE_SECTIONS = frozenset({"checkpoint", "logging", "timeouts"})
@@ -138,7 +139,7 @@ def require_same_run(metadata: Mapping[str, Any], config: Config, origin: str, h
     Implementations of the same loss or attention, which differ in rounding, and forms of the master weights count as
     different with train.deterministic only.
     """
-    changed: Iterable[Change] = [*differences(metadata["config"], config, host), *_other_batch(metadata, config)]
+    changed: Iterable[Change] = _with_batch(differences(metadata["config"], config, host), metadata, config)
     if not config.train.deterministic:
         # Such a change moves the loss by rounding alone, which continues the run in all but its bits.
         changed = (change for change in changed if not _is_other_rounding(change, host))
@@ -148,14 +149,14 @@ def require_same_run(metadata: Mapping[str, Any], config: Config, origin: str, h
     return changes
 
 
-def _other_batch(metadata: Mapping[str, Any], config: Config) -> Iterator[Change]:
-    """The global batch size that follows from the number of ranks, where that is another one than then."""
+def _with_batch(changes: Iterable[Change], metadata: Mapping[str, Any], config: Config) -> Iterator[Change]:
+    """The changes with the global batch sizes in place of those of the key, without which it follows from the ranks."""
     size = global_batch_size(config)
-    # Older checkpoints lack the size.
-    then = metadata.get(GLOBAL_BATCH, size)
-    # Where the key itself differs, `differences` has it.
-    if then != size and metadata["config"]["train"].get(GLOBAL_BATCH) == config.train.global_batch_size:
-        yield Change(f"train.{GLOBAL_BATCH}", then, size)
+    # Older checkpoints lack the size; for them the key is compared.
+    then = metadata.get(GLOBAL_BATCH)
+    yield from (change for change in changes if then is None or change.key != BATCH_KEY)
+    if then is not None and then != size:
+        yield Change(BATCH_KEY, then, size)
 
 
 def _is_other_rounding(change: Change, host: PluginHost) -> bool:
@@ -209,6 +210,7 @@ def _refusal(refused: list[Change], origin: str) -> str:
     model = any(change.key.startswith("model.") for change in refused)
     content = any(change.key in (CONTENT, TOKENIZER) for change in refused)
     reason = "The files that the configuration names hold something else than then. " if content else ""
+    reason += "".join(f"{key}={then} keeps the batch. " for key, then, _ in refused if key == BATCH_KEY and then)
     keys = ", ".join(f'"{change.key}"' for change in refused)
     cure = (
         "A checkpoint goes on with the model it was made with only; use another --run-dir for another model"

@@ -48,8 +48,11 @@ class RequestBody(Body):
             json.dumps(value, ensure_ascii=False).encode()
         except UnicodeEncodeError:
             raise ValueError("the body has half of a surrogate pair, which is no character") from None
-        except (TypeError, RecursionError):
-            raise ValueError("the body is no JSON object, or nested too deeply") from None
+        except TypeError:
+            # FastAPI hands over the bytes of a body of another type.
+            raise ValueError('the body must be a JSON object, sent with "Content-Type: application/json"') from None
+        except RecursionError:
+            raise ValueError("the body is nested too deeply") from None
         return value
 
 
