@@ -53,40 +53,43 @@ class Simulation:
         first = next(iter(self.scheduler.sequences()))
         chunks = self.scheduler.schedule()
         self.steps += 1
-        assert sum(chunk.count for chunk in chunks) <= BUDGET
-        assert len(self.scheduler.running) <= RUNNING
-        assert len({chunk.sequence for chunk in chunks}) == len(chunks)
+        assert sum(chunk.count for chunk in chunks) <= BUDGET, "more positions than max_num_batched_tokens"
+        assert len(self.scheduler.running) <= RUNNING, "more sequences than max_requests"
+        assert len({chunk.sequence for chunk in chunks}) == len(chunks), "two chunks of a sequence"
         assert chunks[0].sequence is first, "the first sequence waits for another"
         self.check_blocks()
         # By priority, then in order of arrival, also where some have been preempted.
         for sequences in (self.scheduler.running, self.scheduler.waiting):
             order = [(one.priority, one.request.id, one.index) for one in sequences]
-            assert order == sorted(order)
+            assert order == sorted(order), "not by priority and arrival"
         for chunk in chunks:
             self.compute(chunk)
         self.check_blocks()
 
     def check_blocks(self) -> None:
-        """A block has as many users as tables list it; those that wait have none."""
-        assert not any(table.blocks for one in self.scheduler.waiting for table in one.tables)
+        """A block has as many users as tables list it; those that wait have none, and nothing is computed of them."""
+        assert not any(table.blocks for one in self.scheduler.waiting for table in one.tables), "waiting with blocks"
+        assert not any(one.computed for one in self.scheduler.waiting), "waiting with computed positions"
         for number, pool in enumerate(self.manager.pools):
             listed = Counter(
                 block for one in self.scheduler.running for block in one.tables[number].blocks if block is not None
             )
-            assert {block: users for block, users in enumerate(pool._users) if users} == dict(listed)
-            assert pool.free == pool.count - len(listed)
+            users = {block: users for block, users in enumerate(pool._users) if users}
+            assert users == dict(listed), "a block has other users than the tables that list it"
+            assert pool.free == pool.count - len(listed), "a block in use is free, or one without users is not"
 
     def compute(self, chunk: Chunk) -> None:
         sequence = chunk.sequence
-        assert chunk.start == sequence.computed
-        assert 1 <= chunk.count <= len(sequence.tokens) - chunk.start
+        assert chunk.start == sequence.computed, "a chunk does not begin at `computed`"
+        assert 1 <= chunk.count <= len(sequence.tokens) - chunk.start, "a chunk without uncomputed tokens"
         end = chunk.start + chunk.count
         for table, written, window in zip(sequence.tables, self.written, self.windows, strict=True):
             for position in range(chunk.start, end):
                 written[table.place(position)] = tuple(sequence.tokens[: position + 1])
             # What the first new position reads was computed from the same tokens, here or for another sequence.
             for position in range(0 if window is None else max(chunk.start + 1 - window, 0), end):
-                assert written[table.place(position)] == tuple(sequence.tokens[: position + 1])
+                tokens = tuple(sequence.tokens[: position + 1])
+                assert written.get(table.place(position)) == tokens, "reads what other tokens have written, or nothing"
         self.positions += chunk.count
         self.manager.computed(sequence, end)
         if chunk.is_last:

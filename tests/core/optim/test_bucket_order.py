@@ -101,11 +101,11 @@ class Run:
 def test_weights_are_collected_in_the_order_of_use_and_waited_for_at_their_use(monkeypatch) -> None:
     run = Run(monkeypatch, overlap_gather=True)
     run.weights.copy_to_model()
-    assert run.take_events() == [("gather", name) for name in NAMES]
+    assert run.take_events() == [("gather", name) for name in NAMES], "not launched in the order of use"
     run.weights.expect(1)
     run.forward()
     events = run.take_events()
-    assert [name for kind, name in events if kind == "wait for gather"] == NAMES
+    assert [name for kind, name in events if kind == "wait for gather"] == NAMES, "not waited for in the order of use"
     for before, after in zip(NAMES, NAMES[1:], strict=False):
         assert events.index(("use", before)) < events.index(("wait for gather", after)), "waited for too early"
     assert events.index(("wait for gather", "embedding")) < events.index(("use", "embedding"))
@@ -132,13 +132,33 @@ def test_sums_over_instances_run_while_the_backward_pass_does(monkeypatch) -> No
     run.weights.reduce()
     after = run.take_events()
     backward = list(reversed(NAMES))
-    assert [name for kind, name in during if kind == "shard sum"] == backward
-    assert [name for kind, name in during if kind == "instance sum"] == backward[:-1]
-    assert [name for kind, name in after if kind == "instance sum"] == backward[-1:]
+    assert [name for kind, name in during if kind == "shard sum"] == backward, "not in the order of the backward pass"
+    sums = [name for kind, name in during if kind == "instance sum"]
+    assert sums == backward[:-1], "the sum over instances does not begin one bucket later"
+    assert [name for kind, name in after if kind == "instance sum"] == backward[-1:], "the last one has no sum"
     for name, following in zip(backward, backward[1:], strict=False):
         places = [
             during.index(event)
             for event in (("shard sum", following), ("wait for shard sum", name), ("instance sum", name))
         ]
-        assert places == sorted(places)
+        assert places == sorted(places), "no wait for the sum over shards, or before the next one has begun"
     assert {name for kind, name in after if kind == "wait for instance sum"} == set(NAMES)
+
+
+@pytest.mark.parametrize("unused", [False, True])
+def test_buckets_are_sent_in_one_order_although_they_fill_in_another(monkeypatch, unused: bool) -> None:
+    """A rank whose samples take another way through the model would else send other buckets than its peers."""
+    run = Run(monkeypatch, overlap_gather=False)
+    run.weights.zero_grad()
+    run.weights.expect(1)
+    x = torch.ones(2, WIDTH)
+    modules = [run.model.embedding, *run.model.layers, run.model.output]
+    for module in reversed(modules[:-1] if unused else modules):  # the embedding last, so that its gradient is first
+        x = module(x)
+    run.take_events()
+    x.sum().backward()
+    during = [name for kind, name in run.take_events() if kind == "shard sum"]
+    run.weights.reduce()
+    after = [name for kind, name in run.take_events() if kind == "shard sum"]
+    assert during + after == list(reversed(NAMES)), "another order than that of the other ranks"
+    assert (during == []) is unused, "sent before it was full, or not during the backward pass"

@@ -165,7 +165,7 @@ class MegatronEngine:
         )
 
     def train(self, mode: bool = True) -> MegatronEngine:
-        """Calls train from here on; shows what the evaluation before found."""
+        """Sets training mode: calls of the engine are training steps. Shows what the evaluation before found."""
         if mode and not self.training:
             self.log_eval_results()
         self.training = mode
@@ -173,7 +173,7 @@ class MegatronEngine:
         return self
 
     def eval(self) -> MegatronEngine:
-        """Calls evaluate from here on."""
+        """Sets evaluation mode: calls of the engine return the loss and change no weights."""
         return self.train(False)
 
     @with_engine_random

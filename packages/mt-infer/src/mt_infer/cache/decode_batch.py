@@ -139,7 +139,7 @@ class DecodeInputs:
 
 
 def _on_host(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> Tensor:
-    """Zeros; pinned for a GPU, whose copies the host does not wait for then."""
+    """Zeros in host memory; pinned where `device` is a GPU, so that copies to it are asynchronous."""
     return torch.zeros(shape, dtype=dtype, pin_memory=device.type == "cuda")
 
 

@@ -28,7 +28,8 @@ from mt_models.gemma4.config import Gemma4Config
 
 
 class ScaledQueryNorm(RMSNorm):
-    """The norm of query heads times sqrt(head size), which the core divides scores by. Rounded once, in the end."""
+    """RMSNorm of query heads, multiplied by sqrt(head size), so that scores are not scaled: the attention core divides
+    them by it. The multiplication is a part of the weight, in fp32, so that the output is rounded once."""
 
     def __init__(self, size: int, eps: float, ctx: ParallelContext) -> None:
         super().__init__(size, eps, ctx, ("tp",) if ctx.tp.size > 1 else ())

@@ -49,8 +49,8 @@ class MiniMaxM3Layer(TransformerLayer):
 
 
 def block_sparse_core(config: MiniMaxM3Config, context: ModelBuildContext) -> AttentionCore:
-    """The core of the backend that the configuration names. auto: flex where it serves and blocks of the configured
-    sequences are left out, since all others compute the scores of all keys."""
+    """The attention core of model.attention_backend. `auto` is flex on a GPU where it supports the model, if sequences
+    of data.seq_length are long enough for queries to leave out blocks of keys: other backends compute all scores."""
     backend, length = config.attention_backend, context.config.data.seq_length
     automatic, leaves_out = backend == AUTO, config.leaves_blocks_out(length)
 

@@ -249,8 +249,12 @@ def model_type_of(config: T5Config) -> str:
 
 
 def held(external: Mapping[str, Any], names: Iterable[str]) -> Mapping[str, Any]:
-    """The classes take tie_word_embeddings for true and look into the file: without an LM head it is the embedding.
-    mT5's is never scaled, whether it is tied or not; of T5 the field says so, where no other one does."""
+    """config.json with what the names of the tensors say: without `lm_head.weight` the LM head is the embedding, as the
+    classes of Hugging Face load it.
+
+    Outputs of mT5 are not scaled, whether its head is tied or not. A T5 without a head whose config.json has
+    tie_word_embeddings=false does not scale them either, unless it sets scale_decoder_outputs.
+    """
     kind, has_head = external.get("model_type"), "lm_head.weight" in set(names)
     if kind == "mt5" or (kind == UMT5 and not has_head):
         return {**external, "tie_word_embeddings": not has_head}

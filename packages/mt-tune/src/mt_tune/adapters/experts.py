@@ -25,7 +25,10 @@ from mt_tune.adapters.targets import FIRST_EXPERT, Layer
 
 
 class ExpertsAdapter(LowRankAdapter):
-    """LoRA of the matrices of experts [E, out, in]: lora_A [E, R, in], lora_B [E, out, rank]."""
+    """LoRA of the matrices of E experts [E, out, in]: lora_A [E, R, in], lora_B [E, out, rank].
+
+    R: the sum of the ranks of the matrix's parts (gate and up have a factor A each). rank: the largest of them.
+    """
 
     product: Any
     """A GroupedProduct of mt_moe, which this package does not import."""
@@ -87,11 +90,11 @@ class ExpertsAdapter(LowRankAdapter):
 
 
 class SharedOuterAdapter(ExpertsAdapter):
-    """LoRA of experts that share what meets the hidden size (Thinking Machines, 2025): A of the first matrix [R, in],
-    and B of the second one [out, rank].
+    """LoRA of experts in which all experts of a layer share the factor on the side of the hidden size (Thinking
+    Machines, 2025): A of the first matrix [R, in], and B of the second one [out, rank].
 
-    In files each side is a stack, of one matrix or of E: `experts.w1.lora_A.weight` [1, rank, in] and
-    `experts.w1.lora_B.weight` [E, out, rank].
+    In files each factor is a stack: of 1 matrix where it is shared, of E (the number of experts) else, as in
+    `experts.w1.lora_A.weight` [1, rank, in] and `experts.w1.lora_B.weight` [E, out, rank].
     """
 
     @property

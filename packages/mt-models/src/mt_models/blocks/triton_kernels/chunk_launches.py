@@ -119,7 +119,8 @@ class ChunkGradients(NamedTuple):
 
 
 def precision_of(x: Tensor) -> str:
-    """Precision of products: those of 16-bit operands are exact; fp32 is taken apart into three TF32 numbers."""
+    """The `input_precision` of `tl.dot` for operands of this dtype. fp32: each is split into TF32 terms, whose products
+    are summed (tf32x3). 16-bit dtypes: TF32 holds them exactly."""
     return "tf32x3" if x.dtype == torch.float32 else "tf32"
 
 
