@@ -37,6 +37,8 @@ PROJECTION = 'model.freeze=["vision_model", "language_model"]'
 EXAMPLE_LAYOUTS = [
     ("deepseek", EP),
     ("gemma", TP),
+    # Gradients of single numbers that are nearly 0.
+    ("gpt-tiny", TP, SP, "model.enable_mhc_connections=true"),
     ("hybrid", DATA),
     (
         *("hybrid", TP, SP, "model.mamba_num_groups=2", "model.normalization=LayerNorm", "model.hidden_dropout=0.1"),

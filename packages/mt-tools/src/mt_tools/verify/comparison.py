@@ -15,15 +15,15 @@ from mt_tools.verify.run_record import RunRecord
 @dataclass(frozen=True)
 class Tolerances:
     """Tolerances: largest relative differences, by default those of fp32. floor: a tensor of a smaller part of the norm
-    of all tensors of its kind counts as that large, such as a gradient that is 0 but for rounding. least_loss: the same
-    of the loss of a step."""
+    of all tensors of its kind counts as that large, such as a gradient that is 0 but for rounding; with the defaults it
+    may be off by 1e-8 of that norm, a sixth of fp32's epsilon. least_loss: the same of the loss of a step."""
 
     loss: float = 1e-5
     gradient: float = 1e-5
     norm: float = 2e-6
     weights: float = 1e-5
     rate: float = 1e-9
-    floor: float = 0.0
+    floor: float = 1e-3
     least_loss: float = 0.0
 
 
