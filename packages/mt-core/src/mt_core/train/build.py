@@ -102,7 +102,8 @@ def require_process_group() -> None:
     if "RANK" in os.environ and world_size() > 1 and not dist.is_initialized():
         raise ConfigError(
             f"this is one of {world_size()} processes (RANK and WORLD_SIZE are set) and has no process group, so that "
-            "each would train a model of its own; put the script inside `with mt_core.launch.rank_session(device):`"
+            'each would train a model of its own; put the script inside `with mt_core.launch.rank_session("cuda"):` '
+            'or "cpu"'
         )
 
 

@@ -155,7 +155,7 @@ class RunState:
         return {
             **asdict(self.state),
             "config": config.to_dict(),
-            # Without train.global_batch_size it follows from the number of ranks, which the configuration has not.
+            # Without train.global_batch_size it follows from the number of ranks, which is not in the configuration.
             GLOBAL_BATCH: global_batch_size(config),
             "loss_scaler": self.scaler.state(),
             "environment": environment(),
