@@ -13,7 +13,7 @@ import pytest
 from mt_core.config.files import MAX_NODES, MAX_YAML_DEPTH, parse_yaml, read_config_file
 from mt_core.config.loading import config_from_dict, load_config, load_config_anywhere
 from mt_core.errors import ConfigError, MtError, PluginError
-from mt_core.plugins import PluginHost
+from mt_core.plugins import PluginHost, load_plugins
 
 YAML = """
 preset: gpt-tiny
@@ -221,6 +221,28 @@ def test_the_former_name_of_a_key_is_taken_with_a_note(host: PluginHost, caplog)
     stored["train"] = {**stored["train"], "late_metrics": "always"}
     del stored["train"]["deferred_metrics"]
     assert config_from_dict(stored, host).train.deferred_metrics == "always"
+
+
+def test_options_of_trackers_of_former_runs_are_read(
+    host: PluginHost, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """They were keys of [logging]; a run wrote all of them, most with defaults."""
+    stored = load_config(preset="gpt-tiny", host=host).config.to_dict()
+    trackers = {name: stored.pop(name) for name in ("tensorboard", "wandb", "mlflow", "trackio", "comet")}
+    former = {f"{name}_{key}": value for name, keys in trackers.items() for key, value in keys.items()}
+    former |= {"trackers": ["wandb"], "wandb_project": "mine"}
+    stored["logging"] = {**stored["logging"], **former}
+    file = tmp_path / "config.json"
+    file.write_text(json.dumps(stored))
+    monkeypatch.setenv("MT_PLUGINS", ",".join({plugin.name for plugin in host.plugins} - {"ops"}))
+    # A program without mt-ops keeps them as they are.
+    configs = [
+        load_config(file, host=host).config,
+        *(config_from_dict(stored, have) for have in (host, load_plugins())),
+    ]
+    for written in [config.to_dict() for config in configs]:
+        expected = {**trackers, "wandb": {**trackers["wandb"], "project": "mine"}}
+        assert {name: written[name] for name in trackers} == expected
 
 
 @pytest.mark.parametrize(

@@ -186,7 +186,7 @@ def config_from_dict(values: Mapping[str, Mapping[str, Any]], host: PluginHost) 
     layers, _ = translate([Layer("stored configuration", values)])
     merged, types = merge_layers(layers), section_types(host)
     known = {name: keys for name, keys in merged.items() if name in types}
-    foreign = {name: dict(values[name]) for name in merged.keys() - types.keys()}
+    foreign = {name: {key: value for key, (value, _) in merged[name].items()} for name in merged.keys() - types.keys()}
     return _assemble(build_sections(types, known, host, Problems()), foreign)
 
 

@@ -17,9 +17,16 @@ VALUES: Mapping[tuple[str, str], Mapping[str, str]] = {
 }
 """(section, key) -> their word -> ours."""
 
+TRACKER_KEYS = (
+    *("tensorboard_dir", "tensorboard_queue_size", "wandb_project", "wandb_entity", "wandb_exp_name", "wandb_save_dir"),
+    *("mlflow_tracking_uri", "mlflow_experiment", "mlflow_run_name", "trackio_project", "trackio_name"),
+    *("comet_workspace", "comet_project", "comet_experiment_name"),
+)
+"""Former keys of [logging]; what stands before the first underscore is a section of mt-ops now."""
 KEYS: Mapping[tuple[str, str], tuple[str, str]] = {
     ("train", "late_metrics"): ("train", "deferred_metrics"),
     ("inference", "batch_invariant"): ("numerics", "batch_invariant"),
+    **{("logging", former): (former.partition("_")[0], former.partition("_")[2]) for former in TRACKER_KEYS},
 }
 """(section, key) of earlier versions -> what has replaced it."""
 
