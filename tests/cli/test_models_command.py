@@ -222,11 +222,29 @@ def test_tensors_that_are_missing_unknown_or_of_another_shape_are_named(mt, tmp_
     assert problem["names"] == ["model.norm.weight", "model.extra"]
 
 
+@pytest.mark.parametrize("size", [10**12, 10**30])
+def test_sizes_that_no_tensor_has_are_said(mt, tmp_path, size: int) -> None:
+    published = {"model_type": "llama", "hidden_size": 8 * size, "num_attention_heads": 4, "num_hidden_layers": 1}
+    published |= {"head_dim": 8, "intermediate_size": size, "vocab_size": 64}
+    (tmp_path / "config.json").write_text(json.dumps(published))
+    outcome = mt("models", "check", tmp_path / "config.json", "--json")
+    assert outcome.code == 1
+    assert "its sizes make no tensors" in json.loads(outcome.out)["problems"][0]["why"]
+
+
 @pytest.mark.parametrize(
     ("changes", "field", "sentence"),
     [
         ({"quantization_config": {"quant_method": "hqq"}}, "quantization_config", "quant_method='hqq' .* can be awq, "),
         ({"compression_config": {"quant_method": "none"}}, "compression_config", "'none' is not supported"),
+        (
+            {"quantization_config": {"quant_method": "fp8", "weight_block_size": 16}},
+            "quantization_config",
+            "weight_block_size=16 is not a number of rows and one of columns",
+        ),
+        ({"model_type": ["qwen3_vl"]}, "model_type", r"model_type=\"?\['qwen3_vl'\]\"? is "),
+        ({"architectures": 5}, "architectures", "architectures=5 is not supported; it can be a list of names"),
+        ({"architectures": [None]}, "architectures", r"architectures=\[None\] is not supported"),
         ({"text_config": [1]}, "text_config", r"text_config=\[1\] is not supported; it can be a JSON object"),
         (
             {"vision_config": "small"},

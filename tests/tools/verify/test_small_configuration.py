@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 
 from mt_core.config.loading import load_config_anywhere
@@ -344,3 +346,11 @@ def test_precision_of_16_bits_keeps_what_is_configured_for_it() -> None:
     assert shrink(config, load_plugins(), dtype="bf16").precision.grad_reduce_in_bf16
     assert shrink(config, load_plugins(), dtype="fp16").precision.initial_loss_scale == 2.0**10
     assert shrink(config, load_plugins()).precision.dtype == "fp32"
+
+
+def test_windows_in_any_order_of_layers_become_an_interval() -> None:
+    """A list has a number for each layer, of which a small model has fewer."""
+    layers = ("train.train_iters=9", "model.num_layers=5", "model.sliding_window_pattern='([1]*2+[0]*2+[1])'")
+    config = load_config_anywhere(preset="gemma3-1b", overrides=layers, host=load_plugins()).config
+    shrunk: Any = shrink(config, load_plugins()).model
+    assert (shrunk.num_layers, shrunk.sliding_window_pattern) == (2, 2)

@@ -70,6 +70,9 @@ def check_model(path: Path, host: PluginHost) -> ModelCheck:
             parameters = count_parameters(config, host).total
         except MtError as error:
             problems = [_config_problem(error, external)]
+        # torch's, for shapes that no tensor can have.
+        except (TypeError, RuntimeError, OverflowError) as error:
+            problems = [Problem("config.json", [], f"its sizes make no tensors: {str(error).splitlines()[0]}")]
     tensors: int | None = None
     left_out: Mapping[str, int] = {}
     # Without a family the names of tensors say nothing.

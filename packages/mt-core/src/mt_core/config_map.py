@@ -182,6 +182,15 @@ def require_parts(external: Mapping[str, Any]) -> None:
             )
 
 
+def require_type_names(external: Mapping[str, Any]) -> None:
+    """Raises ConfigError for a model_type that is no text, and for architectures that are neither null nor texts."""
+    kind, listed = external.get("model_type", ""), external.get("architectures")
+    if not isinstance(kind, str):
+        raise ConfigError(f"model_type={kind!r:.80} is not supported; it can be the name of a type of model")
+    if listed is not None and not (isinstance(listed, list) and all(isinstance(name, str) for name in listed)):
+        raise ConfigError(f"architectures={listed!r:.80} is not supported; it can be a list of names of classes")
+
+
 def read_hf_config(path: Path) -> dict[str, Any]:
     """path: config.json, or the folder that holds it. Raises ConfigError when that is no JSON object with a
     model_type."""
@@ -213,6 +222,7 @@ def model_section(external: Mapping[str, Any], host: PluginHost) -> dict[str, An
     express.
     """
     require_parts(external)
+    require_type_names(external)
     kind, listed = external["model_type"], external.get("architectures") or [None]
     families = [spec.name_maps[HF_FORMAT].load() for spec in host[MODELS] if HF_FORMAT in spec.name_maps]
     able = [family for family in families if kind in family.model_types]

@@ -11,7 +11,7 @@ from typing import Any, Protocol
 
 from mt_core.config.loading import config_from_dict
 from mt_core.config.schema import Config
-from mt_core.config_map import all_refuse, require_parts
+from mt_core.config_map import all_refuse, require_parts, require_type_names
 from mt_core.errors import CheckpointError, ConfigError
 from mt_core.name_map import NameMap
 from mt_core.plugins import PluginHost
@@ -84,6 +84,7 @@ def identify(external: Mapping[str, Any], names: Iterable[str], host: PluginHost
     that none has or a configuration that cannot be, and CheckpointError when the tensors are those of none.
     """
     require_parts(external)
+    require_type_names(external)
     kind, names = str(external.get("model_type")), list(names)
     check_layers(external, len(names))
     families, broken = _families(host)

@@ -138,6 +138,7 @@ def scheme_of(config: Mapping[str, Any], dtype: torch.dtype) -> Fp8Blocks:
     block = config.get("weight_block_size", (128, 128) if "weight_block_size" not in config else None)
     if block is None:
         return Fp8Blocks(None, dtype)
-    if len(block) != 2 or not all(isinstance(size, int) and size > 0 for size in block):
+    sizes = block if isinstance(block, list | tuple) else ()
+    if len(sizes) != 2 or not all(isinstance(size, int) and size > 0 for size in sizes):
         raise ConfigError(f"quantization_config.weight_block_size={block!r} is not a number of rows and one of columns")
     return Fp8Blocks((block[0], block[1]), dtype)

@@ -175,8 +175,9 @@ def _shrink_positions(model: dict[str, Any]) -> None:
     for key in ("rope_short_factor", "rope_long_factor"):
         if model.get(key):
             model[key] = model[key][:frequencies]
-    if isinstance(model.get("no_rope_freq"), str):
-        model["no_rope_freq"] = 2
+    for key in ("no_rope_freq", "sliding_window_pattern"):
+        if isinstance(model.get(key), str):
+            model[key] = 2
 
 
 def _shrink_mixer(model: dict[str, Any], tp: int) -> None:
