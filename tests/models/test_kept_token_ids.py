@@ -1,4 +1,4 @@
-"""Ids of tokens that a config.json names are in the one that is written, wherever they stand in it."""
+"""Ids of tokens that a config.json names are in the one that is written, at any depth."""
 
 from __future__ import annotations
 

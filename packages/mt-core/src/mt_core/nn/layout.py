@@ -325,3 +325,8 @@ def zeros(tensor: Tensor, generator: torch.Generator) -> None:
 def ones(tensor: Tensor, generator: torch.Generator) -> None:
     """Initialization with 1."""
     tensor.fill_(1.0)
+
+
+def constant(value: float) -> Init:
+    """Initialization with one value."""
+    return lambda tensor, generator: tensor.fill_(value)

@@ -26,7 +26,7 @@ from mt_core.nn.cache import Cache
 from mt_core.nn.dropout import Dropout
 from mt_core.nn.kernels.choice import Kernels
 from mt_core.nn.kernels.reference.hyper_connection import Connection, mixed_streams, read_streams
-from mt_core.nn.layout import Elementwise, Init, LayoutModule, ParameterLayout, sequence_axes, zeros
+from mt_core.nn.layout import Elementwise, Init, LayoutModule, ParameterLayout, constant, sequence_axes, zeros
 from mt_core.parallel.context import ParallelContext
 from mt_core.parallel.pipeline.stage import Stage
 from mt_models.blocks.decoder import CausalDecoder
@@ -63,15 +63,6 @@ def xavier_uniform(inputs: int, outputs: int) -> Init:
     return Elementwise(lambda tensor, generator: tensor.uniform_(-bound, bound, generator=generator))
 
 
-def constant(value: float) -> Init:
-    """Initialization with one value."""
-
-    def fill(tensor: Tensor, generator: torch.Generator) -> None:
-        tensor.fill_(value)
-
-    return fill
-
-
 class MappingProjection(LayoutModule):
     """vec(X) [..., n H] -> products [..., outputs] in fp32. weight [outputs, n H] in fp32."""
 
@@ -106,15 +97,15 @@ class StreamConnection(LayoutModule):
         streams = config.mhc_num_residual_streams
         outputs = (2 + streams) * streams
         self.mapping_proj = MappingProjection(streams * config.hidden_size, outputs, ctx)
-        scale = constant(config.mhc_init_gating_factor)
+        # Sequence parallelism gives each rank other positions.
+        partial, scale = sequence_axes(ctx), constant(config.mhc_init_gating_factor)
         for name, size, init in (
             ("alpha_pre", 1, scale),
             ("alpha_post", 1, scale),
             ("alpha_res", 1, scale),
             ("bias", outputs, zeros),
         ):
-            axes = sequence_axes(ctx)
-            self.declare(name, ParameterLayout((size,), init, partial_gradient=axes, dtype=torch.float32))
+            self.declare(name, ParameterLayout((size,), init, partial_gradient=partial, dtype=torch.float32))
         self.connection = Connection(EPSILON, EPSILON, config.mhc_sinkhorn_iterations, added_to_root=True)
 
     def use_kernels(self, kernels: Kernels) -> None:

@@ -60,7 +60,3 @@ def initial_value_mix(tensor: Tensor, generator: torch.Generator) -> None:
 def initial_key_scales(tensor: Tensor, generator: torch.Generator) -> None:
     """Scales of the keys that are looked up."""
     tensor.copy_(0.71 - 0.1 * (_steps(tensor) - 0.5))
-
-
-def constant(value: float) -> Init:
-    return lambda tensor, generator: tensor.fill_(value)

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from mt_core.nn.batch_invariance import is_batch_invariant
 from mt_core.nn.cache import Cache, SequenceState
 from mt_core.nn.kernels.choice import Kernels
-from mt_core.nn.layout import Init, LayoutModule, ParameterLayout, Split, normal, ones, zeros
+from mt_core.nn.layout import Init, LayoutModule, ParameterLayout, Split, constant, normal, ones, zeros
 from mt_core.nn.linear import SEQUENCE_DIM, ColumnParallelLinear, RowParallelLinear
 from mt_core.parallel.collectives import gather_copies
 from mt_core.parallel.context import ParallelContext
@@ -26,7 +26,6 @@ from mt_models.blocks.rwkv7_rule import LOWEST_DECAY, Rwkv7Inputs, recurrent_rwk
 from mt_models.blocks.token_shift import TokenShift
 from mt_models.rwkv7.config import Rwkv7Config
 from mt_models.rwkv7.initial_values import (
-    constant,
     initial_decays,
     initial_key_scales,
     initial_mix,
