@@ -51,6 +51,18 @@ HEAD_SETTINGS = (
     # A class is chosen by few numbers, of which a small model makes nearly equal ones.
     "model.init_method_std=0.1",
 )
+FURTHER = {
+    "mistral3": {
+        "mistral3 of mistral4": (
+            *(
+                f"model.language_model.{key}"
+                for key in ("family=mistral4", "moe.num_experts=8", "moe.moe_router_topk=2")
+            ),
+            'model.language_model.moe.moe_layer_freq="([0]*1+[1]*1)"',
+        )
+    }
+}
+"""Family -> a further training of its example, and what that changes there."""
 DROPPED = {
     "modernbert": ("max_position_embeddings", "hidden_dropout"),
     "bart": ("untie_embeddings_and_output_weights",),
@@ -71,6 +83,8 @@ def trainings(family: str) -> Iterator[tuple[str, Training]]:
                 example, overrides, experts, family not in ("smolvlm", "biencoder"), DROPPED.get(family, ()), words
             ),
         )
+        for name, further in FURTHER.get(family, {}).items():
+            yield name, Training(example, (*overrides, *further), experts=True, whole_sequences=True)
         return
     if family in HEADS:
         overrides = (*SHORT, *HEAD_SETTINGS, f"model.family={family}", *task_settings(family))

@@ -286,7 +286,7 @@ def mistral3(kind: str, **text_keys: Any) -> Case:
         "hidden_size": 16, "num_hidden_layers": 2, "num_attention_heads": 2, "intermediate_size": 12, "patch_size": 2,
         "image_size": 40, "hidden_act": "silu",
     }  # fmt: skip
-    text = {**DECODER, "head_dim": 8, "sliding_window": None, **text_keys}
+    text = {**DECODER, "head_dim": 8, **text_keys}
     parts = {"vision_config": ("PixtralVisionConfig", vision), "text_config": (f"{kind}Config", text)}
     keys = {"image_token_index": IMAGE, "tie_word_embeddings": False}
     model = "Mistral3ForConditionalGeneration"
@@ -914,8 +914,11 @@ CASES: dict[str, Case] = {
     "muse_glimmer": muse_glimmer(),
     "step3p7": step3p7(),
     "muse_spark": muse_spark(),
-    "mistral3": mistral3("Mistral"),
-    "mistral3 of ministral3": mistral3("Ministral3"),
+    "mistral3": mistral3("Mistral", sliding_window=None),
+    "mistral3 of ministral3": mistral3("Ministral3", sliding_window=None),
+    "mistral3 of mistral4": mistral3(
+        "Mistral4", **{**LATENT, "head_dim": 18}, **dict.fromkeys(("bos_token_id", "eos_token_id", "pad_token_id"))
+    ),
     "kimi_k25": kimi_k25(),
     "minimax_m3_vl": minimax_m3_vl(),
     "gemma4 with pictures": gemma4_vl(

@@ -11,13 +11,16 @@ from tests.infer.decoding import cached_logits
 from tests.infer.engines import OPTIONS, run, tokens_of
 from tests.infer.test_qwen_vl import GREEDY, requested
 from tests.models.qwen_vl_reference import IMAGE, LENGTH, VOCAB, image_batch, texts_with_images
-from tests.models.vision_reference import assert_same_training, from_reference, randomize
+from tests.models.vision_reference import assert_same_training, config_from, from_reference, randomize
 from torch import Tensor
 
 from mt_core.errors import ConfigError
 from mt_core.parallel.context import ParallelContext
+from mt_core.specs import MODELS
 from mt_infer.config import InferenceConfig
 from mt_infer.engine import InferenceEngine
+from mt_models.llava.dynamic_config import largest_image_flops
+from mt_models.mistral3.config import training_flops
 from mt_models.mistral3.hugging_face import HUGGING_FACE
 
 transformers = pytest.importorskip("transformers")
@@ -35,10 +38,18 @@ YARN = {
     "rope_type": "yarn", "rope_theta": 1e4, "factor": 4.0, "original_max_position_embeddings": 8, "mscale": 1.0,
     "mscale_all_dim": 1.0, "llama_4_scaling_beta": 0.1,
 }  # fmt: skip
+LATENTS = {
+    "num_key_value_heads": 4, "head_dim": 16, "q_lora_rank": 14, "kv_lora_rank": 10, "qk_nope_head_dim": 10,
+    "qk_rope_head_dim": 6, "v_head_dim": 9, "moe_intermediate_size": 12, "n_routed_experts": 5,
+    "num_experts_per_tok": 3, "n_shared_experts": 2, "first_k_dense_replace": 1,
+}  # fmt: skip
 CASES: dict[str, tuple[str, dict[str, Any], dict[str, Any], dict[str, Any]]] = {
     "mistral": ("MistralConfig", {}, {"hidden_act": "silu"}, {"tie_word_embeddings": False}),
     "ministral3": ("Ministral3Config", {"rope_parameters": YARN}, {"hidden_act": "gelu"}, {
         "tie_word_embeddings": True, "multimodal_projector_bias": True,
+    }),
+    "mistral4": ("Mistral4Config", {**LATENTS, "rope_parameters": YARN}, {"hidden_act": "silu"}, {
+        "tie_word_embeddings": False,
     }),
 }  # fmt: skip
 
@@ -47,7 +58,7 @@ def make_reference(case: str) -> Any:
     kind, text, vision, outer = CASES[case]
     config = transformers.Mistral3Config(
         vision_config=transformers.PixtralVisionConfig(**VISION, **vision),
-        text_config=getattr(transformers, kind)(**TEXT, **text),
+        text_config=getattr(transformers, kind)(**{**TEXT, **text}),
         image_token_index=IMAGE,
         **outer,
     )
@@ -127,3 +138,12 @@ def test_a_decoder_of_another_family_is_refused() -> None:
     external["text_config"]["model_type"] = "llama"
     with pytest.raises(ConfigError, match="text_config.model_type='llama' is not supported; it can be mistral"):
         HUGGING_FACE.read_config(external)
+
+
+def test_flops_of_the_text_are_those_of_mistral_4_alone(host) -> None:
+    """The decoder's latent attention and experts are counted, not the heads and the feed-forward of a Mistral."""
+    model = HUGGING_FACE.read_config(make_reference("mistral4").config.to_dict())
+    whole = config_from(host, model, data={"seq_length": LENGTH})
+    alone = config_from(host, {**model["language_model"], "vocab_size": VOCAB}, data={"seq_length": LENGTH})
+    image = largest_image_flops(whole, whole.model.projection_weights)
+    assert training_flops(whole) - image == pytest.approx(host[MODELS].get("mistral4").training_flops.load()(alone))

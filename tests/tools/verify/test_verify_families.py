@@ -33,6 +33,11 @@ DATA, TP, SP, EP, PP, CP = (
 )
 STEPS = 2
 """Half a batch and a whole one. What shows later is found in test_verify_faults.py."""
+MISTRAL4 = (
+    *(f"model.language_model.{key}" for key in ("family=mistral4", "moe.num_experts=8", "moe.moe_router_topk=2")),
+    'model.language_model.moe.moe_layer_freq="([0]*1+[1]*1)"',
+)
+"""Settings that put a Mistral 4 behind the tower of mistral3."""
 PROJECTION = 'model.freeze=["vision_model", "language_model"]'
 EXAMPLE_LAYOUTS = [
     ("deepseek", EP),
@@ -72,6 +77,7 @@ SLOW_EXAMPLE_LAYOUTS = [
     ("qwen_next_vl", TP, SP, "model.language_model.mtp_num_layers=1"),
     ("qwen3_omni", PP),
     ("mistral3", PP),
+    *(("mistral3", *layout, *MISTRAL4) for layout in ((PP,), (EP,), (TP, SP))),
     ("smolvlm", PP),
     # Experts of deepseek.
     ("kimi_k25", EP),

@@ -32,7 +32,7 @@ from mt_models.vision import hugging_face as vision
 
 DECODERS: Mapping[str, Lazy[HuggingFaceFamily]] = {
     name: Lazy(f"mt_models.{name}.hugging_face:HUGGING_FACE")
-    for name in ("llama", "mistral", "ministral3", "qwen", "gemma", "gpt")
+    for name in ("llama", "mistral", "ministral3", "mistral4", "qwen", "gemma", "gpt")
 }
 """Family -> its maps. Others can be trained as LLaVA's decoder, but not exported."""
 
@@ -165,9 +165,15 @@ LLAVA = ConfigMap(
 
 
 def prefixed(rules: Iterable[Rule], *, ours: str = "", theirs: str = "") -> list[Rule]:
-    """The same rules with a prefix."""
+    """The same rules with a prefix, in every form that is read."""
     return [
-        replace(rule, ours=ours + rule.ours, theirs=tuple(theirs + name for name in rule.sources)) for rule in rules
+        replace(
+            rule,
+            ours=ours + rule.ours,
+            theirs=tuple(theirs + name for name in rule.sources),
+            others=tuple(prefixed(rule.others, ours=ours, theirs=theirs)),
+        )
+        for rule in rules
     ]
 
 
@@ -189,7 +195,8 @@ def decoder_map(config: VisionLanguageConfig, prefix: str, output: str) -> NameM
     def within(rule: Rule) -> Rule:
         if rule.ours == "output_layer.weight":
             return replace(rule, theirs=(output,))
-        return replace(rule, theirs=tuple(prefix + name.removeprefix(stem) for name in rule.sources))
+        others = tuple(map(within, rule.others))
+        return replace(rule, theirs=tuple(prefix + name.removeprefix(stem) for name in rule.sources), others=others)
 
     ignored = [prefix + name.removeprefix(stem) for name in names.ignored]
     return NameMap(prefixed(map(within, names.rules), ours=DECODER), 0, ignored=ignored)

@@ -11,6 +11,8 @@ from mt_core.config.fields import NonNegativeInt, PositiveFloat, PositiveInt
 from mt_core.config.schema import Config
 from mt_core.config_map import MegatronMap
 from mt_core.errors import ConfigError
+from mt_models.deepseek.config import flops_per_token as latent_flops_per_token
+from mt_models.deepseek.config import shrink_deepseek
 from mt_models.flops import flops_per_token
 from mt_models.llava.config import (
     CLIP_MEAN,
@@ -29,7 +31,8 @@ from mt_models.llava.dynamic_config import (
 )
 from mt_models.ministral3.config import PRESETS as MINISTRALS
 
-DECODERS = ("mistral", "ministral3")
+MISTRAL4 = "mistral4"
+DECODERS = ("mistral", "ministral3", MISTRAL4)
 """Families of decoders."""
 
 
@@ -67,7 +70,8 @@ def vision_section(value: Any) -> Any:
 
 
 class Mistral3Config(DynamicResolutionConfig):
-    """Pixtral's vision transformer in front of Mistral or Ministral 3, as Mistral Small 3.1 and Ministral 3 have it."""
+    """Pixtral's vision transformer in front of Mistral, Ministral 3 or Mistral 4, as Mistral Small 3.1, Ministral 3 and
+    Mistral Small 4 have it."""
 
     PUBLISHED_IMAGES: ClassVar[dict[str, Any]] = {
         "image_mean": CLIP_MEAN,
@@ -101,7 +105,7 @@ def check_mistral3(config: Config) -> None:
     if model.decoder.family not in DECODERS:
         raise ConfigError(
             f"model.language_model.family={model.decoder.family} is no decoder of model.family=mistral3; it can be "
-            f"{' or '.join(DECODERS)}"
+            f"{', '.join(DECODERS)}"
         )
     check_merged_patches(model.vision_model, config)
     check_samples(model, config)
@@ -110,8 +114,11 @@ def check_mistral3(config: Config) -> None:
 
 def shrink_mistral3(model: Mapping[str, Any], seq_length: int) -> dict[str, Any]:
     """See `ModelSpec.shrink`. The image token is behind every vocabulary."""
+    decoder = dict(model["language_model"])
+    latents = shrink_deepseek(decoder, seq_length) if decoder["family"] == MISTRAL4 else {}
     return {
         "vision_model": {**model["vision_model"], "patch_dim": 2},
+        "language_model": {**decoder, **latents},
         "image_token_index": max(model["image_token_index"], 100_000),
     }
 
@@ -164,7 +171,8 @@ def training_flops(config: Config) -> float:
     """See `ModelSpec.training_flops`: of a sample with one image, the largest that it can have."""
     model: Any = config.model
     length = config.data.seq_length
-    text = length * flops_per_token(model.decoder, length).training
+    of_token = latent_flops_per_token if model.decoder.family == MISTRAL4 else flops_per_token
+    text = length * of_token(model.decoder, length).training
     return largest_image_flops(config, model.projection_weights) + text
 
 

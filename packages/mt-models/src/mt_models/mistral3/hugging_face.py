@@ -1,7 +1,7 @@
 """Mistral 3 with pictures in Hugging Face's format, `mistral3`.
 
 Names are those of LLaVA's published files (`mt_models.llava.hugging_face`); modules of transformers 5 have other
-prefixes, which `spelling` reads too. The decoder is a `mistral` or a `ministral3`.
+prefixes, which `spelling` reads too. The decoder is a `mistral`, a `ministral3` or a `mistral4`.
 """
 
 from __future__ import annotations

@@ -1,5 +1,5 @@
 """Mistral 3 with pictures: Pixtral's vision transformer (Agrawal et al., *Pixtral 12B*, 2024), squares of patches
-merged, an MLP, in front of Mistral or Ministral 3.
+merged, an MLP, in front of Mistral, Ministral 3 or Mistral 4.
 
 Shapes: V cells (squares of m by m patches) of all images of a batch, P = V m m patches, C colours, p the side of a
 patch in pixels, W width of the tower, H of the decoder. The patches of all images are one row [1, P, W]; only attention

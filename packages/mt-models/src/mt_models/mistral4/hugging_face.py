@@ -169,6 +169,8 @@ MISTRAL4 = ConfigMap(
     fixed=(
         SILU,
         Fixed("attention_bias", (False,)),
+        # The class has no windows, and does not read it.
+        Fixed("sliding_window", (None,), written=False),
         Fixed("rope_interleave", (True,)),
         # Groups are ranked by probabilities there, by logits here.
         Fixed("n_group", (1, None)),
