@@ -53,6 +53,20 @@ LATENT = {
     "qk_pos_emb_head_dim": 4,
     "v_head_dim": 6,
 }
+LLAMA4 = {
+    **LLAMA,
+    "family": "llama4",
+    "attention_chunk_size": None,
+    "query_scaling_beta": 0.0,
+    "original_max_position_embeddings": 8192,
+}
+ON_INPUT = {
+    **EXPERTS,
+    "moe_router_topk": 1,
+    "moe_router_score_function": "sigmoid",
+    "moe_apply_probs_on_input": True,
+    "moe_shared_expert_intermediate_size": 16,
+}
 GPT_OSS = {
     "family": "gpt_oss",
     **SHAPE,
@@ -182,6 +196,12 @@ CASES = {
             "qk_layernorm": False,
             "moe": {**EXPERTS, "moe_shared_expert_intermediate_size": 16, "moe_layer_freq": "([0]*1+[1]*3)"},
         }
+    ),
+    "llama4, queries and keys normalized": Case(
+        {**LLAMA4, "no_rope_freq": None, "rope_scaling_type": "llama3", "rope_scaling_factor": 8.0, "moe": ON_INPUT}
+    ),
+    "llama4, layers without positions": Case(
+        {**LLAMA4, "no_rope_freq": 2, "qk_l2_norm": False, "moe": {**ON_INPUT, "moe_layer_freq": "([0]*1+[1]*1)*2"}}
     ),
     "latent attention": Case(LATENT),
     "latent attention, LayerNorm": Case({**LATENT, "normalization": "LayerNorm"}, exact=True),

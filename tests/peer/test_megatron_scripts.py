@@ -55,11 +55,13 @@ POST_TRAINING = {"ETP": "1", "CP": "1", "MLM_MODEL_CKPT": "c", "MLM_DATA_ARGS": 
 SC21 = {"MEGATRON_CODE_DIR": "m", "MEGATRON_DATA": "d", "BPE_VOCAB_FILE": "v", "BPE_MERGE_FILE": "f"}
 CONFS = (
     *("deepseek-ai/DeepSeek-R1", "deepseek-ai/DeepSeek-V2-Lite", "meta-llama/Llama-3.1-8B-Instruct"),
+    *("meta-llama/Llama-4-Maverick-17B-128E-Instruct", "meta-llama/Llama-4-Scout-17B-16E-Instruct"),
     *("meta-llama/Llama-3.2-1B-Instruct", "moonshotai/Kimi-K2-Instruct", "nvidia/NVIDIA-Nemotron-Nano-9B-v2-Base"),
     *("nvidia/Nemotron-H-4B-Instruct", "nvidia/Nemotron-H-8B-Base-8K", "nvidia/Nemotron-Mini-4B-Instruct"),
     *("qwen/Qwen2.5-0.5B-Instruct", "qwen/Qwen2.5-7B-Instruct", "qwen/Qwen3-0.6B", "qwen/Qwen3-235B-A22B"),
     *("qwen/Qwen3-30B-A3B", "qwen/Qwen3-8B"),
 )
+FINETUNED = ("qwen/Qwen3-8B", "meta-llama/Llama-4-Scout-17B-16E-Instruct")
 SCRIPTS = (
     Script("bert/train_bert_340m_distributed.sh", ("c", "t", "v", "d"), {"NUM_NODES": "16"}),
     Script("t5/train_t5_220m_distributed.sh", ("c", "t", "v", "d")),
@@ -67,7 +69,7 @@ SCRIPTS = (
     Script("mixtral/train_mixtral_8x7b_distributed.sh", ("c", "t", "d")),
     Script("llama/train_llama3_8b_h100_fp8.sh"),
     *(Script(f"post_training/modelopt/conf/{conf}.sh") for conf in CONFS),
-    *(Script("post_training/modelopt/finetune.sh", (conf,), POST_TRAINING, "gpt") for conf in ("qwen/Qwen3-8B",)),
+    *(Script("post_training/modelopt/finetune.sh", (conf,), POST_TRAINING, "gpt") for conf in FINETUNED),
     Script(
         "gpt3/train_gpt3_175b_distributed.sh",
         ("c", "t", "v", "m", "d"),
@@ -76,10 +78,6 @@ SCRIPTS = (
     ),
     Script("retro/train_retro_2b_distributed.sh", ("c", "t"), why="--max-position-embeddings"),  # in a project folder
     Script("multimodal/pretrain_mistral_clip.sh", (), MULTIMODAL, why=VISION),
-    Script(
-        "post_training/modelopt/conf/meta-llama/Llama-4-Maverick-17B-128E-Instruct.sh", why="layers without positions"
-    ),
-    Script("post_training/modelopt/conf/meta-llama/Llama-4-Scout-17B-16E-Instruct.sh", why="rotary_interleaved=True"),
 )
 """Scripts of examples/ that start a training of Megatron's, or set the arguments of one."""
 REFUSED: Mapping[str, str] = {

@@ -58,6 +58,14 @@ GPT_OSS = {
     **YARN,
     "moe": {"num_experts": 4, "moe_router_topk": 2, "moe_aux_loss_coeff": [0.9]},
 }
+PROBS_ON_INPUT = {
+    "num_experts": 4,
+    "moe_router_topk": 1,
+    "moe_router_score_function": "sigmoid",
+    "moe_apply_probs_on_input": True,
+    "moe_ffn_hidden_size": 24,
+    "moe_shared_expert_intermediate_size": 24,
+}
 MODELS: dict[str, dict[str, Any]] = {
     "gpt": GPT,
     "gpt_untied_odd": {**GPT, "untie_embeddings_and_output_weights": True, "vocab_size": 77, "activation": "gelu_tanh"},
@@ -137,6 +145,23 @@ MODELS: dict[str, dict[str, Any]] = {
         "moe": {"num_experts": 4, "moe_shared_expert_intermediate_size": 16, "moe_shared_expert_gate": True},
     },
     "qwen3_moe": {**LLAMA, "family": "qwen_moe", "moe": {"num_experts": 4, "moe_latent_size": 12}},
+    "llama4": {
+        **LLAMA,
+        "family": "llama4",
+        "attention_chunk_size": None,
+        "no_rope_freq": None,
+        "query_scaling_beta": 0.0,
+        "moe": PROBS_ON_INPUT,
+    },
+    "llama4_no_rope": {
+        **LLAMA,
+        "family": "llama4",
+        "attention_chunk_size": None,
+        "no_rope_freq": "([0]*1+[1]*1+[0]*2)",
+        "qk_l2_norm": False,
+        "query_scaling_beta": 0.0,
+        "moe": {**PROBS_ON_INPUT, "moe_layer_freq": "([0]*1+[1]*1)*2"},
+    },
     "gpt_moe": {**GPT, "moe": {"num_experts": 4}},
     "gpt_moe_shared": {
         **GPT,

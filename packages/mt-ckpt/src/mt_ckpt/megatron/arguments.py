@@ -72,7 +72,6 @@ REQUIRED: Mapping[str, tuple[tuple[Any, ...], str]] = {
     "enable_hyper_connections": ((False,), "hyper-connections"),
     "moe_mlp_glu_interleave_size": ((None,), "gate and up rows in turns"),
     "moe_shared_expert_glu_interleave_size": ((None,), "gate and up rows of shared experts in turns"),
-    "moe_apply_probs_on_input": ((False,), "weights of the router on the experts' inputs"),
     "moe_expert_rank_capacity_factor": ((None,), "a capacity of each rank"),
     "moe_router_force_biased": ((None,), "router logits with a bias that forces a choice"),
     "retro_add_retriever": ((False,), "retrieval (RETRO)"),
@@ -112,7 +111,7 @@ READ = (
     *("moe_router_enable_expert_bias", "moe_router_bias_update_rate", "moe_router_load_balancing_type"),
     *("moe_aux_loss_coeff", "moe_z_loss_coeff", "moe_token_drop_policy", "moe_expert_capacity_factor"),
     *("moe_pad_expert_input_to_capacity", "moe_ffn_hidden_size", "moe_shared_expert_intermediate_size"),
-    *("moe_shared_expert_gate", "moe_latent_size", "moe_input_jitter_eps"),
+    *("moe_shared_expert_gate", "moe_latent_size", "moe_input_jitter_eps", "moe_apply_probs_on_input"),
     # the run
     *("seq_length", "reset_position_ids", "reset_attention_mask", "eod_mask_loss", "micro_batch_size"),
     *("global_batch_size", "rampup_batch_size", "train_samples", "train_iters", "seed", "consumed_train_samples"),

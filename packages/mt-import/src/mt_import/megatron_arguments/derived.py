@@ -144,6 +144,8 @@ def _aliases(values: Values) -> None:
         values["position_embedding_type"] = "rope"
     if values["use_megatron_fsdp_v2"]:  # Megatron's configuration of data parallelism turns the first on, too
         values["use_megatron_fsdp"] = True
+    for name in ("qk_l2_norm", "moe_apply_probs_on_input"):  # under ModelOpt's name, too
+        values[name] = values[name] or values[f"export_{name}"]
     if not values["num_experts"]:
         values["num_experts"] = None
     for first, other in (("num_layers", "encoder_num_layers"), ("seq_length", "encoder_seq_length")):

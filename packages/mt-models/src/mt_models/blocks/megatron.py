@@ -394,6 +394,7 @@ SAME: Mapping[str, Any] = {
     "moe_shared_expert_gate": False,
     "moe_latent_size": None,
     "moe_input_jitter_eps": None,
+    "moe_apply_probs_on_input": False,
 }
 """Arguments that are options of the same name and meaning, with Megatron's defaults."""
 BIAS_RATE = "moe_router_bias_update_rate"

@@ -61,6 +61,20 @@ def differing(args: MegatronArguments) -> list[str]:
     return names
 
 
+NEIGHBOURS_WITH = ("qk_l2_norm", "no_rope_freq", "use_rope_scaling")
+"""Arguments of a decoder that rotates pairs of neighbours, of which the family gpt has none."""
+
+
+def rotates_neighbours(args: MegatronArguments) -> bool:
+    """Whether it is Llama 4's decoder: with experts, and one of Llama's but that it rotates pairs of neighbours."""
+    halves = MegatronArguments({**args.values, "rotary_interleaved": False}, args.origin)
+    return (
+        bool(args.get("rotary_interleaved", False) and args.get("num_experts", 0))
+        and any(args.get(name) for name in NEIGHBOURS_WITH)
+        and not differing(halves)
+    )
+
+
 def require_no_extras(args: MegatronArguments, differing: Collection[str]) -> None:
     """Raises ConfigError when a decoder of another family has an argument that only these read."""
     for name, off in EXTRAS.items():

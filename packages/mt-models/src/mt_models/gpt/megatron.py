@@ -22,7 +22,13 @@ from mt_models.blocks.megatron import (
     stream_arguments,
     stream_section,
 )
-from mt_models.blocks.megatron_decoder import decoder_arguments, depth_and_heads, differing, require_no_extras
+from mt_models.blocks.megatron_decoder import (
+    decoder_arguments,
+    depth_and_heads,
+    differing,
+    require_no_extras,
+    rotates_neighbours,
+)
 from mt_models.gpt.config import FACTORS
 
 READS = ("use_mup", "mtp_num_layers", *CONNECTS)
@@ -33,7 +39,7 @@ def is_gpt(args: MegatronArguments, names: Collection[str]) -> bool:
     """Whether it is a decoder that is not one of the Llama-like families."""
     # Both compute a plain rotary decoder alike. The Llama-like families are preferred, since Hugging Face's formats
     # have them under these names.
-    return kind_of_model(args, names) == "decoder" and bool(differing(args))
+    return kind_of_model(args, names) == "decoder" and bool(differing(args)) and not rotates_neighbours(args)
 
 
 def gpt_section(args: MegatronArguments, names: Collection[str]) -> dict[str, Any]:

@@ -13,7 +13,7 @@ SPEC = ModelSpec(
     name_maps={
         "hf": Lazy("mt_models.llama4.hugging_face:HUGGING_FACE"),
         "gguf": Lazy("mt_models.llama4.gguf:GGUF"),
-        "megatron": Lazy("mt_models.llama4.config:MEGATRON"),
+        "megatron": Lazy("mt_models.llama4.megatron:MEGATRON"),
     },
     training_flops=Lazy("mt_models.llama4.config:training_flops"),
 )

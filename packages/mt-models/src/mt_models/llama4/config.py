@@ -9,7 +9,6 @@ from pydantic import Field
 from mt_core.config.fields import PositiveInt
 from mt_core.config.layer_pattern import read_pattern
 from mt_core.config.schema import Config
-from mt_core.config_map import MegatronMap
 from mt_models.blocks.config import QueryScaling, RMSNormDecoderConfig, check_moe_decoder
 
 
@@ -20,11 +19,12 @@ class Llama4Config(RMSNormDecoderConfig):
     """Options of the MoE layers; num_experts has to be set."""
     attention_bias: bool = False
     """Biases on queries, keys, values and the output of attention."""
-    attention_chunk_size: PositiveInt = 8192
-    """In layers with rotary positions a position sees those before it in its own chunk of so many."""
-    no_rope_freq: PositiveInt | str = 4
+    attention_chunk_size: PositiveInt | None = 8192
+    """In layers with rotary positions a position sees those before it in its own chunk of so many; null: all before
+    it."""
+    no_rope_freq: PositiveInt | str | None = 4
     """Every so many layers one sees everything before it and has no rotary positions: layers n - 1, 2 n - 1, ...; or a
-    pattern with a 1 for each layer without, such as "([0]*3+[1]*1)*12"."""
+    pattern with a 1 for each layer without, such as "([0]*3+[1]*1)*12"; null: all layers have them."""
     qk_l2_norm: bool = True
     """Queries and keys of layers with rotary positions are divided by their root mean square, behind the rotation."""
     query_scaling_beta: Annotated[float, Field(ge=0)] = 0.1
@@ -32,6 +32,11 @@ class Llama4Config(RMSNormDecoderConfig):
     1 + beta ln(1 + floor((p + 1) / query_scaling_length)); 0: they are not."""
     query_scaling_length: PositiveInt = 8192
     """See query_scaling_beta."""
+
+    @property
+    def seen_positions(self) -> int:
+        """The chunk, or one of all positions, in which a position sees the same."""
+        return self.attention_chunk_size or self.max_sequence_length
 
     def rotates(self, layer: int) -> bool:
         return not self.layers_without_rope[layer]
@@ -53,7 +58,7 @@ class Llama4Config(RMSNormDecoderConfig):
         freq = self.no_rope_freq
         if isinstance(freq, str):
             return read_pattern(freq, self.num_layers, "model.no_rope_freq")
-        return [(layer + 1) % freq == 0 for layer in range(self.num_layers)]
+        return [freq is not None and (layer + 1) % freq == 0 for layer in range(self.num_layers)]
 
     @property
     def rotary_interleaved(self) -> bool:
@@ -71,6 +76,10 @@ class Llama4Config(RMSNormDecoderConfig):
     def qk_layernorm(self) -> bool:
         """With weights: none."""
         return False
+
+    @property
+    def qk_layernorm_after_rotary(self) -> bool:
+        return True
 
 
 def check_llama4(config: Config) -> None:
@@ -138,6 +147,3 @@ def keys_in_chunks(length: int, chunk: int) -> float:
     """Keys that a query sees in its chunk, on average over the sequence."""
     whole, rest = divmod(length, chunk)
     return (whole * chunk * (chunk + 1) / 2 + rest * (rest + 1) / 2) / length
-
-
-MEGATRON = MegatronMap(unsupported="Megatron has no attention within chunks and no norms of heads behind the rotation")

@@ -154,7 +154,7 @@ def export_extra(model: Mapping[str, Any]) -> dict[str, Any]:
         TUNED: config.query_scaling_beta > 0,
         SCALE: config.query_scaling_beta or 0.1,
         FLOOR: config.query_scaling_length,
-        "attention_chunk_size": config.attention_chunk_size,
+        "attention_chunk_size": config.seen_positions,
     }
 
 
