@@ -201,13 +201,18 @@ def _rms_norm(
 ) -> list[Callable[[], object]]:
     if weight is None or eps is None or x.dtype != torch.float32 or len(shape) > 1:
         return []
-    scale = x.new_empty(*x.shape[:-1], 1)
+    width = x.shape[-1]
+    rows, target = x.reshape(-1, 1, width), out.view(-1, 1, width)
+    if rows.untyped_storage().data_ptr() != x.untyped_storage().data_ptr():
+        return []
+    columns = rows.transpose(1, 2)
+    scale = x.new_empty(len(rows), 1, 1)
+    epsilons = torch.full_like(scale, eps)
     return [
-        lambda: aten.mul.out(x, x, out=out),
-        lambda: aten.mean.out(out, [-1], True, out=scale),
-        lambda: scale.add_(eps),
+        # The mean of squares as a product of each row with itself: a third of the time of a reduction.
+        lambda: aten.baddbmm.out(epsilons, rows, columns, alpha=1 / width, out=scale),
         scale.rsqrt_,
-        lambda: aten.mul.out(x, scale, out=out),
+        lambda: aten.mul.out(rows, scale, out=target),
         lambda: out.mul_(weight),
     ]
 
