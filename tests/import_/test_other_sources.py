@@ -125,6 +125,17 @@ YAML: dict[str, tuple[int, dict[str, Any]]] = {
             "recompute.recompute_modules": ["mhc"],
         },
     ),
+    "functional_streams_ahead.yaml": (
+        2,
+        {
+            "model.family": "hybrid",
+            "model.hybrid_layer_pattern": "M*ME",
+            "model.mtp_num_layers": 2,
+            "model.mtp_hybrid_override_pattern": "*-",
+            "model.mtp_loss_scaling_factor": 0.3,
+            "model.enable_mhc_connections": True,
+        },
+    ),
     "functional_test.yaml": (1, {"data.dataset_type": "mock", "model.num_layers": 2, "precision.dtype": None}),
 }
 

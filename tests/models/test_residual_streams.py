@@ -13,6 +13,7 @@ from torch import Tensor, nn
 
 from mt_core.errors import ConfigError
 from mt_core.nn.attention import AttentionPattern
+from mt_core.nn.auxiliary import auxiliary_losses
 from mt_core.nn.dropout import Dropout
 from mt_core.nn.kernels.choice import Kernels, use_kernels
 from mt_core.parallel.context import ParallelContext
@@ -85,31 +86,41 @@ def logits_of(model: nn.Module, streams: list[Tensor], epsilon: float) -> Tensor
 
 
 def gpt_reference(model: nn.Module, tokens: Tensor) -> Tensor:
+    return logits_of(model, gpt_streams(model, tokens), model.config.norm_epsilon)
+
+
+def gpt_streams(model: nn.Module, tokens: Tensor) -> list[Tensor]:
     positions = torch.arange(tokens.shape[1])[None]
     pattern, angles = AttentionPattern(), model.angles(positions, None)
     streams = [model.embedding(tokens, positions)] * STREAMS
     for number in model.decoder.layers.numbers():
-        layer = model.decoder.layers[number]
-        attend = lambda x, layer=layer: layer.self_attention(layer.input_layernorm(x), pattern, angles, None)  # noqa: E731
-        streams = connected(streams, layer.self_attention_hyper_connection, attend)
-        feed = lambda x, layer=layer: layer.mlp(layer.pre_mlp_layernorm(x))  # noqa: E731
-        streams = connected(streams, layer.mlp_hyper_connection, feed)
-    return logits_of(model, streams, model.config.norm_epsilon)
+        streams = through_gpt_layer(model.decoder.layers[number], streams, pattern, angles)
+    return streams
+
+
+def through_gpt_layer(layer: nn.Module, streams: list[Tensor], pattern, angles) -> list[Tensor]:
+    attend = lambda x: layer.self_attention(layer.input_layernorm(x), pattern, angles, None)  # noqa: E731
+    streams = connected(streams, layer.self_attention_hyper_connection, attend)
+    return connected(streams, layer.mlp_hyper_connection, lambda x: layer.mlp(layer.pre_mlp_layernorm(x)))
 
 
 def hybrid_reference(model: nn.Module, tokens: Tensor) -> Tensor:
+    return logits_of(model, hybrid_streams(model, tokens), model.config.norm_epsilon)
+
+
+def hybrid_streams(model: nn.Module, tokens: Tensor) -> list[Tensor]:
+    angles = model.angles(torch.arange(tokens.shape[1])[None], None)
     streams, pattern = [model.embedding(tokens, torch.arange(tokens.shape[1])[None])] * STREAMS, AttentionPattern()
     mamba, feed_forward, attention = (model.decoder.layers[number] for number in range(3))
     streams = connected(streams, mamba.hyper_connection, lambda x: mamba.mixer(mamba.norm(x), None, None))
     streams = connected(
         streams, feed_forward.hyper_connection, lambda x: feed_forward.mlp(feed_forward.pre_mlp_layernorm(x))
     )
-    streams = connected(
+    return connected(
         streams,
         attention.hyper_connection,
-        lambda x: attention.self_attention(attention.input_layernorm(x), pattern, None, None),
+        lambda x: attention.self_attention(attention.input_layernorm(x), pattern, angles, None),
     )
-    return logits_of(model, streams, model.config.norm_epsilon)
 
 
 def assert_same(model: nn.Module, reference) -> None:
@@ -147,6 +158,90 @@ def test_a_hybrid_computes_the_formula(host, randomize) -> None:
     # Rates and time steps of Mamba keep the sizes that they start with.
     model.decoder.layers[0].mixer.load_state_dict(mixer)
     assert_same(model, hybrid_reference)
+
+
+def predicted(model: nn.Module, depth: int, streams: list[Tensor], embedded: Tensor) -> list[Tensor]:
+    """Streams of a depth of multi-token prediction, from those of the depth before and the embeddings that it reads."""
+    of_depth = model.mtp.layers[depth]
+    started = of_depth.enorm(embedded) @ of_depth.e_proj.weight.T
+    return [started + of_depth.hnorm(stream) @ of_depth.h_proj.weight.T for stream in streams]
+
+
+def prediction_losses(model: nn.Module, tokens: Tensor, labels: Tensor) -> list[Tensor]:
+    """The loss of each depth of a gpt, over the positions whose target is within the sequence."""
+    positions, pattern = torch.arange(tokens.shape[1])[None], AttentionPattern()
+    angles = model.angles(positions, None)
+    streams = gpt_streams(model, tokens)
+    losses = []
+    for depth in range(model.config.mtp_num_layers):
+        ahead = nn.functional.pad(tokens[:, depth + 1 :], (0, depth + 1))
+        streams = predicted(model, depth, streams, model.embedding(ahead, positions))
+        streams = through_gpt_layer(model.mtp.layers[depth].mtp_model_layer, streams, pattern, angles)
+        summed_up = summed(streams, model.mtp.layers[depth].hyper_head, model.config.norm_epsilon)
+        output = model.output_layer or model.embedding.word_embeddings
+        logits = model.mtp.layers[depth].final_layernorm(summed_up) @ output.weight[:VOCAB].T
+        kept = slice(0, tokens.shape[1] - depth - 1)
+        targets = labels[:, depth + 1 :]
+        losses.append(nn.functional.cross_entropy(logits[:, kept].flatten(0, 1), targets.flatten()))
+    return losses
+
+
+@pytest.mark.parametrize("keys", [{"mtp_num_layers": 2}, {"untie_embeddings_and_output_weights": True}])
+def test_depths_of_prediction_compute_the_formula(build, randomize, keys) -> None:
+    """Losses and the gradients of all parameters. The second depth reads the streams of the first, not their sum."""
+    keys = {"mtp_num_layers": 1, "mtp_loss_scaling_factor": 0.5, "position_embedding_type": "rope", **keys}
+    model = build(**SHAPE, **STREAM_KEYS, **keys).train()
+    randomize(model)
+    numbers = torch.Generator().manual_seed(3)
+    tokens, labels = (torch.randint(VOCAB, (2, 9), generator=numbers) for _ in range(2))
+    losses = prediction_losses(model, tokens, labels)
+    (0.5 / len(losses) * sum(losses)).backward()
+    expected = gradients_of(model)
+    model.zero_grad()
+    by_name = {loss.name: loss for loss in auxiliary_losses(model)}
+    for loss in by_name.values():
+        loss.scale = 1.0
+    (0.0 * model(tokens, labels=labels, loss_mask=torch.ones(2, 9)).sum()).backward()
+    taken = [by_name[f"mtp_{number + 1}_loss"].take() for number in range(len(losses))]
+    assert taken == pytest.approx([0.5 / len(losses) * float(loss) for loss in losses], rel=1e-4)
+    ours = gradients_of(model)
+    assert {name for name in ours if ".hyper_head." in name} >= {f"mtp.layers.0.hyper_head.{leaf}" for leaf in LEAVES}
+    for name, gradient in expected.items():
+        atol = 2e-3 * float(gradient.abs().max()) + 1e-6
+        torch.testing.assert_close(ours[name], gradient, rtol=2e-3, atol=atol, msg=name)
+
+
+LEAVES = ("weight", "bias", "scale")
+
+
+def gradients_of(model: nn.Module) -> dict[str, Tensor]:
+    named = model.named_parameters()
+    return {name: parameter.grad.clone() for name, parameter in named if parameter.grad is not None}
+
+
+def test_a_hybrid_predicts_from_its_streams(host, randomize) -> None:
+    keys = {"mtp_num_layers": 1, "mtp_hybrid_override_pattern": '"*-"', "position_embedding_type": '"rope"'}
+    model = build_hybrid(host, configure(host, **HYBRID, **STREAM_KEYS, **keys)).train()
+    mixer = {name: value.clone() for name, value in model.decoder.layers[0].mixer.state_dict().items()}
+    randomize(model)
+    model.decoder.layers[0].mixer.load_state_dict(mixer)
+    tokens = torch.randint(VOCAB, (2, 7), generator=torch.Generator().manual_seed(3))
+    positions, pattern = torch.arange(7)[None], AttentionPattern()
+    angles = model.angles(positions, None)
+    ahead = nn.functional.pad(tokens[:, 1:], (0, 1))
+    streams = predicted(model, 0, hybrid_streams(model, tokens), model.embedding(ahead, positions))
+    attention, feed_forward = (model.mtp.layers[0].mtp_model_layer.layers[place] for place in range(2))
+    attend = lambda x: attention.self_attention(attention.input_layernorm(x), pattern, angles, None)  # noqa: E731
+    streams = connected(streams, attention.hyper_connection, attend)
+    feed = lambda x: feed_forward.mlp(feed_forward.pre_mlp_layernorm(x))  # noqa: E731
+    streams = connected(streams, feed_forward.hyper_connection, feed)
+    logits = model.mtp.layers[0].final_layernorm(summed(streams, model.mtp.layers[0].hyper_head, 0.1))
+    logits = logits @ (model.output_layer or model.embedding.word_embeddings).weight[:VOCAB].T
+    (loss,) = (loss for loss in auxiliary_losses(model) if loss.name == "mtp_1_loss")
+    loss.scale = 1.0
+    (0.0 * model(tokens, labels=tokens, loss_mask=torch.ones(2, 7)).sum()).backward()
+    expected = nn.functional.cross_entropy(logits[:, :-1].flatten(0, 1), tokens[:, 1:].flatten())
+    assert loss.take() == pytest.approx(0.1 * float(expected), rel=1e-4)
 
 
 def test_the_names_of_parameters_are_megatrons(build) -> None:
@@ -210,13 +305,12 @@ def test_recomputing_connections_changes_no_gradient(build, randomize) -> None:
     ("keys", "words"),
     [
         ({"parallel_residual": True}, "model.parallel_residual=true cannot be combined"),
-        ({"mtp_num_layers": 1, "position_embedding_type": "rope"}, "model.mtp_num_layers=1 cannot be combined"),
         ({"mup_base_hidden_size": 8}, "model.mup_base_hidden_size=8 cannot be combined"),
     ],
 )
 def test_what_has_one_stream_is_refused(build, keys, words) -> None:
     with pytest.raises(ConfigError, match=words):
-        build(**SHAPE, **STREAM_KEYS, **{"max_position_embeddings": 16, **keys} if "position" not in keys else keys)
+        build(**SHAPE, **STREAM_KEYS, max_position_embeddings=16, **keys)
 
 
 def test_streams_without_connections_are_refused(build) -> None:
@@ -235,6 +329,22 @@ def test_a_kernel_with_another_norm_is_refused(build) -> None:
     model = build(**SHAPE, **STREAM_KEYS, max_position_embeddings=16)
     with pytest.raises(ConfigError, match="kernels.hyper_connection=triton cannot be used with model.enable_mhc"):
         use_kernels(model.modules(), Kernels({"hyper_connection": "triton"}, "cpu", "fp32"))
+
+
+def test_flops_count_depths_on_streams(host) -> None:
+    """Connections of the layers of the depth, its sum, and h_proj for the streams behind the first."""
+    n, length = STREAMS, 16
+    each = 2 * ((2 + n) * n * n * HIDDEN + (2 + n) * n * HIDDEN)
+    depth = 2 * (n * n * HIDDEN + n * HIDDEN) + 2 * (n - 1) * HIDDEN * HIDDEN
+    gpt = {"family": '"gpt"', **SHAPE, "position_embedding_type": '"rope"'}
+    for flops, keys, further, connections in (
+        (gpt_flops, gpt, {"mtp_num_layers": 2}, 4),
+        (hybrid_flops, HYBRID, {"mtp_num_layers": 2, "mtp_hybrid_override_pattern": '"-"'}, 2),
+    ):
+        none, one, several, both = (
+            flops(configure(host, **keys, **more)) for more in ({}, further, STREAM_KEYS, {**STREAM_KEYS, **further})
+        )
+        assert both - several - (one - none) == 3 * length * (connections * each + 2 * depth)
 
 
 def test_flops_count_connections(host) -> None:

@@ -224,6 +224,12 @@ MODELS: dict[str, dict[str, Any]] = {
         "moe": {"num_experts": 4},
     },
     "gpt_streams": {**GPT, **STREAMS},
+    "gpt_streams_predicting": {
+        **{key: value for key, value in GPT.items() if key != "max_position_embeddings"},
+        "position_embedding_type": "rope",
+        **STREAMS,
+        "mtp_num_layers": 2,
+    },
     "hybrid_streams": {**HYBRID, **STREAMS, "hybrid_layer_pattern": "M-M*M*M-"},
 }
 UNCUT = ("t5",)

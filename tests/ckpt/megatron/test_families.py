@@ -175,7 +175,9 @@ def test_the_newer_name_of_the_pattern_and_its_stages(tmp_path, host) -> None:
         ({"norm_epsilon": 1e-6}, "norm_epsilon=1e-06 is not read of a model with Mamba layers, whose inner norms have"),
         ({"hybrid_override_pattern": "MG"}, r"pattern 'MG' has 'G', which is not read; a layer can be M \(Mamba-2\)"),
         ({"hybrid_override_pattern": None, "hybrid_attention_ratio": 0.5}, "hybrid_attention_ratio=0.5 does not say"),
-        ({"mtp_num_layers": 1}, "mtp_num_layers=1 stands for multi-token prediction"),
+        ({"mtp_num_layers": 1}, "mtp_num_layers=1 of the pattern .* is not read"),
+        ({"mtp_num_layers": 1, "hybrid_override_pattern": "M*/*/*"}, "mtp_num_layers=1 of the pattern .* is not read"),
+        ({"hybrid_override_pattern": "M*/*/-"}, "mtp_num_layers=2 of the pattern .* is not read"),
         ({"position_embedding_type": "relative"}, "position_embedding_type='relative' is not read"),
     ],
 )

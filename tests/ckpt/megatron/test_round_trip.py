@@ -32,6 +32,7 @@ NEVER_OLD = (
     "mamba",
     "hybrid",
     "gpt_streams",
+    "gpt_streams_predicting",
     "hybrid_streams",
     "t5",
     "qwen3",

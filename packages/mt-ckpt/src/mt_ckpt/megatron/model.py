@@ -139,10 +139,10 @@ def offsets_of(counts: Sequence[Mapping[str, int]]) -> list[dict[str, int]]:
 # -- parameters that mt replicates on tensor-parallel ranks, and Megatron shards by rows -------------
 #
 # The down projections of latent attention are sharded by Megatron's own layers and by its older ones of Transformer
-# Engine; newer ones replicate them. The input projection (eh_proj) of an MTP depth is sharded by all.
+# Engine; newer ones replicate them. The input projections of an MTP depth are sharded by all.
 
 DOWN = ("self_attention.linear_q_down_proj.weight", "self_attention.linear_kv_down_proj.weight")
-MERGING = (".eh_proj.weight",)
+MERGING = (".eh_proj.weight", ".e_proj.weight", ".h_proj.weight")
 
 
 def as_written(

@@ -39,12 +39,11 @@ RENAMED: Mapping[str, str] = {
 }
 """Names of models with Mamba layers -> canonical."""
 STREAM_HEAD: Mapping[str, str] = {
-    "decoder.hc_head_fn": "decoder.hyper_head.weight",
-    "decoder.hc_head_base": "decoder.hyper_head.bias",
-    "decoder.hc_head_scale": "decoder.hyper_head.scale",
+    "hc_head_fn": "hyper_head.weight",
+    "hc_head_base": "hyper_head.bias",
+    "hc_head_scale": "hyper_head.scale",
 }
-"""The sum of residual streams behind the last layer -> canonical."""
-_STREAM_HEAD = {canonical: stored for stored, canonical in STREAM_HEAD.items()}
+"""Parameters of the sum of residual streams behind the last layer, or in a depth of prediction -> canonical."""
 INNER, CONNECTION = ".inner_layer.", "hyper_connection."
 """In models with Mamba layers, a layer is kept within its connection with residual streams."""
 _HYBRID = {canonical: stored for stored, canonical in RENAMED.items()}
@@ -93,11 +92,22 @@ def parse(stored: str) -> StoredName:
     for linear, norm in FUSED_NORMS.items():
         name = name.replace(f".{linear}.layer_norm_", f".{norm}.")
     name = DUPLICATES.get(name, name)
-    name = STREAM_HEAD.get(RENAMED.get(name, name), RENAMED.get(name, name)).replace(INNER, ".")
+    name = _with_ending(RENAMED.get(name, name), STREAM_HEAD).replace(INNER, ".")
     for form in _EXPERT_FORMS:
         if match := form.fullmatch(name):
             return StoredName(f"{match['stem']}.{match['leaf']}", int(match["expert"]))
     return StoredName(name.replace(".mlp.experts.experts.", EXPERTS))
+
+
+_STREAM_HEAD = {canonical: stored for stored, canonical in STREAM_HEAD.items()}
+
+
+def _with_ending(name: str, endings: Mapping[str, str]) -> str:
+    """The name with the ending of a module's parameter replaced that stands in the table."""
+    for ending, other in endings.items():
+        if name.endswith(f".{ending}"):
+            return name.removesuffix(ending) + other
+    return name
 
 
 @dataclass(frozen=True)
@@ -143,7 +153,7 @@ class Style:
             name = f"{self._norms[module]}.layer_norm_{leaf}"
         elif self.hybrid:
             name = _HYBRID.get(name, name)
-        name = _STREAM_HEAD.get(name, name)
+        name = _with_ending(name, _STREAM_HEAD)
         if self._connected:
             name = _WITHIN.sub(rf"\1{INNER}", name)
         for canonical, stored in self.renamed.items():

@@ -53,7 +53,9 @@ LAYER = (
     "norm",
 )
 """Modules of a layer."""
-PREDICTION = ("enorm", "hnorm", "eh_proj", "transformer_layer", "mtp_model_layer", "final_layernorm")
+PREDICTION = (
+    *("enorm", "hnorm", "e_proj", "h_proj", "eh_proj", "transformer_layer", "mtp_model_layer", "final_layernorm"),
+)
 """Modules of an MTP depth."""
 AFTER_LAYERS = ("lm_head.dense", "lm_head.layer_norm", "output_layer", "binary_head", "pooler.dense")
 LEAVES = (
@@ -152,9 +154,11 @@ def _place(stored: str) -> Place:
         # Behind every layer: final_layernorm.
         return (_stack_place(stored), 1 << 30, 0, 0, last)
     if stored.startswith(MTP):
-        part = module.split(".")[3]
+        depth, *parts = module.split(".")[2:]
         # 3: behind the decoder's final norm, before the head.
-        return (3, int(module.split(".")[2]), _index(part, PREDICTION), _index(_within(module, 4), LAYER), last)
+        if not parts:  # parameters of the depth itself, before those of its modules
+            return (3, int(depth), -1, 0, last)
+        return (3, int(depth), _index(parts[0], PREDICTION), _index(_within(module, 4), LAYER), last)
     return (4, 0, _index(module, AFTER_LAYERS), 0, last)
 
 
@@ -172,7 +176,17 @@ def _index(name: str, ordered: Sequence[str]) -> int:
     return ordered.index(name) if name in ordered else len(ordered)
 
 
-LINEAR = ("linear_", "in_proj", "out_proj", "eh_proj", "fc1_latent_proj", "fc2_latent_proj", "output_layer")
+LINEAR = (
+    "linear_",
+    "in_proj",
+    "out_proj",
+    "e_proj",
+    "h_proj",
+    "eh_proj",
+    "fc1_latent_proj",
+    "fc2_latent_proj",
+    "output_layer",
+)
 """How the names of linear layers begin."""
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from functools import partial
-from typing import Any, ClassVar, Protocol
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
@@ -30,7 +30,7 @@ class PredictsTokens(CausalDecoder):
     The inputs in training are labels and loss_mask too, and the last pipeline stage has a copy of the token embeddings.
     """
 
-    depth_type: ClassVar[type[TokenPrediction]] = TokenPrediction
+    depth_type: type[TokenPrediction] = TokenPrediction
     # Without values: a value of the class would hide the module.
     prediction_depths: int
     mtp: MultiTokenPrediction | None

@@ -24,9 +24,11 @@ from mt_core.nn.attention import AttentionCore, AttentionPattern
 from mt_core.nn.build_context import ModelBuildContext
 from mt_core.nn.cache import Cache
 from mt_core.nn.dropout import Dropout
+from mt_core.nn.embedding import project_to_vocab
 from mt_core.nn.kernels.choice import Kernels
 from mt_core.nn.kernels.reference.hyper_connection import Connection, mixed_streams, read_streams
 from mt_core.nn.layout import Elementwise, Init, LayoutModule, ParameterLayout, constant, sequence_axes, zeros
+from mt_core.nn.loss import Unprojected
 from mt_core.parallel.context import ParallelContext
 from mt_core.parallel.pipeline.stage import Stage
 from mt_models.blocks.decoder import CausalDecoder
@@ -160,15 +162,17 @@ def stream_head(config: StreamKeysLike, ctx: ParallelContext) -> HyperHead:
 class DecoderOnStreams(CausalDecoder):
     """A decoder whose layers are on several residual streams where the configuration says so.
 
-    Streams [B, S, n H] start as copies of the embedding. The constructor of a family calls `add_streams`.
+    Streams [B, S, n H] start as copies of the embedding and are summed in `unprojected`. The constructor of a family
+    calls `add_streams`.
     """
 
     residual_streams = 1
+    on_streams = False
 
     def add_streams(self, config: StreamKeysLike, context: ModelBuildContext) -> None:
         if not config.enable_mhc_connections:
             return
-        self.residual_streams = config.mhc_num_residual_streams
+        self.on_streams, self.residual_streams = True, config.mhc_num_residual_streams
         if context.has_last:
             self.decoder.hyper_head = stream_head(config, context.parallel)
 
@@ -181,9 +185,39 @@ class DecoderOnStreams(CausalDecoder):
         cache: Cache | None,
         stage: Stage,
     ) -> Tensor:
-        if stage.first and self.residual_streams > 1:
-            hidden = repeated(hidden, self.residual_streams)
-        return super().through_layers(hidden, tokens, pattern, angles, cache, stage)
+        """[B, S, H], or streams [B, S, n H] of the stage before -> streams [B, S, n H]; without streams [B, S, H]"""
+        if not self.on_streams:
+            return super().through_layers(hidden, tokens, pattern, angles, cache, stage)
+
+        def call(number: int, layer: nn.Module, x: Tensor) -> Tensor:
+            return layer(x, pattern, angles, cache)
+
+        return self.decoder.through_layers(
+            repeated(hidden, self.residual_streams) if stage.first else hidden, call, stage
+        )
+
+    def unprojected(self, x: Tensor) -> Unprojected:
+        """The input of the LM head for streams [B, S, n H], with its weight."""
+        if not self.on_streams:
+            return super().unprojected(x)
+        assert self.decoder.hyper_head is not None
+        assert self.decoder.final_layernorm is not None
+        return super().unprojected(self.decoder.final_layernorm(self.decoder.hyper_head(x)))
+
+    def logits(self, x: Tensor) -> Tensor:
+        return self.scaled_logits(super().logits(x))
+
+    def predicted_logits(self, state: Tensor) -> Tensor:
+        """See `PredictsTokens`."""
+        if not self.on_streams:
+            return self.logits(state)
+        # A depth has summed its streams.
+        rows = super().unprojected(state)
+        return self.scaled_logits(project_to_vocab(rows.hidden, rows.weight, rows.own, rows.ctx))
+
+    def scaled_logits(self, logits: Tensor) -> Tensor:
+        """Logits [B, S, vocab] as the family scales them."""
+        return logits
 
 
 class ConnectedTransformerLayer(TransformerLayer):

@@ -47,6 +47,15 @@ def connection_flops(hidden_size: int, streams: int) -> float:
     return 2.0 * ((2 + streams) * streams * streams * hidden_size + (2 + streams) * streams * hidden_size)
 
 
+def depth_flops(model: StreamKeys, hidden_size: int, connections: int) -> float:
+    """Forward FLOPs for each token of what a depth of multi-token prediction has more than one without streams: its
+    connections, the sum of its streams, and the product of each stream but the first with h_proj."""
+    if not model.enable_mhc_connections:
+        return 0.0
+    others = model.mhc_num_residual_streams - 1
+    return stream_flops(model, hidden_size, connections) + 2.0 * others * hidden_size**2
+
+
 def stream_flops(model: StreamKeys, hidden_size: int, connections: int) -> float:
     """Forward FLOPs for each token of the connections of a model and of the sum of its streams."""
     if not model.enable_mhc_connections:

@@ -220,10 +220,9 @@ def check_gpt(config: Config) -> None:
 
 STREAMS_WITH: Mapping[str, tuple[Any, ...]] = {
     "parallel_residual": (False,),
-    "mtp_num_layers": (0,),
     "mup_base_hidden_size": (None,),
 }
-"""Keys of a GPT with several residual streams: connections of two blocks one after another, and no layers behind."""
+"""Keys of a GPT with several residual streams: connections of two blocks one after another."""
 PREDICTS_WITH: Mapping[str, tuple[Any, ...]] = {
     "position_embedding_type": ("rope", "none"),
     "hidden_dropout": (0.0,),

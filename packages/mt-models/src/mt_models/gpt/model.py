@@ -17,10 +17,12 @@ from mt_core.parallel.context import ParallelContext
 from mt_models.blocks.attention import SelfAttention
 from mt_models.blocks.decoder import TokenEmbedding
 from mt_models.blocks.embedding import LearnedTable, like_token_embeddings
+from mt_models.blocks.multi_token import TokenPrediction
 from mt_models.blocks.position_bias import alibi_slopes
 from mt_models.blocks.predicting_decoder import PredictsTokens
 from mt_models.blocks.residual_streams import ConnectedTransformerLayer, DecoderOnStreams, stream_connection
 from mt_models.blocks.rotary import FixedRotary, RotaryAngles, inverse_frequencies
+from mt_models.blocks.stream_prediction import StreamPrediction
 from mt_models.blocks.transformer import ParallelResidualLayer, TransformerLayer
 from mt_models.gpt.config import GPTConfig
 
@@ -52,7 +54,7 @@ class GPTEmbedding(TokenEmbedding):
         return self.dropout(x)
 
 
-class GPTModel(PredictsTokens, DecoderOnStreams):
+class GPTModel(DecoderOnStreams, PredictsTokens):
     """tokens [B, S] -> logits [B, S, vocab] over the true vocabulary."""
 
     config: GPTConfig
@@ -71,6 +73,7 @@ class GPTModel(PredictsTokens, DecoderOnStreams):
         self.mtp, self.prediction_depths = None, 0
         if config.mtp_num_layers:
             counted = config.with_predicted_layers()
+            self.depth_type = StreamPrediction if config.enable_mhc_connections else TokenPrediction
             self.add_prediction(config, context, lambda depth: gpt_layer(counted, context, config.num_layers + depth))
         scale_rates(self, config.width_multiplier)
 
@@ -90,10 +93,10 @@ class GPTModel(PredictsTokens, DecoderOnStreams):
         scale = self.config.logits_divisor
         return None if scale == 1.0 else f"the logits are divided by {scale:g} (model.logits_scaling)"
 
-    def logits(self, x: Tensor) -> Tensor:
+    def scaled_logits(self, logits: Tensor) -> Tensor:
         scale = self.config.logits_divisor
         # After the product, where Megatron multiplies.
-        return super().logits(x) if scale == 1.0 else super().logits(x) / scale
+        return logits if scale == 1.0 else logits / scale
 
     @property
     def max_sequence_length(self) -> int | None:

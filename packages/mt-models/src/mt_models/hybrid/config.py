@@ -16,7 +16,7 @@ from mt_core.errors import ConfigError
 from mt_models.blocks.config import check_tensor_parallel
 from mt_models.blocks.mamba_config import MambaLayerConfig, check_mamba_layers
 from mt_models.blocks.prediction_config import check_prediction
-from mt_models.blocks.stream_config import StreamKeys, check_streams, stream_flops
+from mt_models.blocks.stream_config import StreamKeys, check_streams, depth_flops, stream_flops
 from mt_models.flops import Convention, Flops, dense_feed_forward_flops, experts_flops
 from mt_models.mamba.config import convolution_flops, output_flops, projection_flops, scan_flops
 
@@ -234,7 +234,6 @@ def check_hybrid(config: Config) -> None:
 
 
 STREAMS_WITH: Mapping[str, tuple[Any, ...]] = {
-    "mtp_num_layers": (0,),
     "residual_multiplier": (1.0,),
     "fp32_residual_connection": (False,),
 }
@@ -513,6 +512,7 @@ def flops_per_token(
     predicted = _layer_flops(config, config.predicted_pattern, seq_length, convention, experts)
     # 4 H^2: eh_proj, [H, 2 H]. Each depth computes logits of its own with the model's LM head.
     depth = sum(predicted.values()) + 4 * config.hidden_size**2 + output
+    depth += depth_flops(config, config.hidden_size, len(config.predicted_pattern))
     return HybridFlops(
         **decoder,
         output=output,

@@ -24,7 +24,14 @@ from mt_models.blocks.megatron import (
     stream_arguments,
     stream_section,
 )
-from mt_models.mamba.megatron import READS, layer_pattern, mixer_arguments, mixer_section, needs_hybrid
+from mt_models.mamba.megatron import (
+    READS,
+    layer_pattern,
+    mixer_arguments,
+    mixer_section,
+    needs_hybrid,
+    predicted_section,
+)
 
 FACTORS: Mapping[str, Any] = {
     "embedding_multiplier": 1.0,
@@ -53,6 +60,7 @@ def hybrid_section(args: MegatronArguments, names: Collection[str]) -> dict[str,
         "activation": activation(args),
         "add_bias_linear": bool(args.get("add_bias_linear", True)),
         **_experts(args),
+        **predicted_section(args),
         **stream_section(args),
     }
 

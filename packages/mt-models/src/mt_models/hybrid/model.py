@@ -26,9 +26,11 @@ from mt_models.blocks.mixed_decoder import (
     MixedEmbedding,
     scaled,
 )
+from mt_models.blocks.multi_token import TokenPrediction
 from mt_models.blocks.predicting_decoder import PredictsTokens
 from mt_models.blocks.residual_streams import DecoderOnStreams, stream_connection
 from mt_models.blocks.rotary import FixedRotary, RotaryAngles, inverse_frequencies
+from mt_models.blocks.stream_prediction import StreamPrediction
 from mt_models.hybrid.config import ATTENTION, EXPERTS, MAMBA, HybridConfig
 
 
@@ -64,7 +66,7 @@ class PredictedLayers(nn.Module):
         return x
 
 
-class HybridModel(PredictsTokens, DecoderOnStreams, MixedDecoder):
+class HybridModel(DecoderOnStreams, PredictsTokens, MixedDecoder):
     """tokens [B, S] -> logits [B, S, vocab]"""
 
     config: HybridConfig
@@ -82,6 +84,7 @@ class HybridModel(PredictsTokens, DecoderOnStreams, MixedDecoder):
             first = config.num_layers + depth * size
             return PredictedLayers([hybrid_layer(counted, context, first + place) for place in range(size)])
 
+        self.depth_type = StreamPrediction if config.enable_mhc_connections else TokenPrediction
         self.add_prediction(config, context, depth_layers)
 
     def angles(self, position_ids: Tensor, capacity: Tensor | None) -> RotaryAngles | None:
@@ -98,10 +101,9 @@ class HybridModel(PredictsTokens, DecoderOnStreams, MixedDecoder):
         scale = self.config.logits_scaling
         return None if scale == 1.0 else f"model.logits_scaling={scale} divides the logits"
 
-    def logits(self, x: Tensor) -> Tensor:
+    def scaled_logits(self, logits: Tensor) -> Tensor:
         # After the product, as in transformers: dividing x before it would round differently in bf16.
-        rows = super().logits(x)
-        return rows if self.config.logits_scaling == 1.0 else rows / self.config.logits_scaling
+        return logits if self.config.logits_scaling == 1.0 else logits / self.config.logits_scaling
 
 
 def hybrid_layer(config: HybridConfig, context: ModelBuildContext, number: int) -> nn.Module:

@@ -22,7 +22,8 @@ from mt_models.blocks.megatron import (
     require,
 )
 
-READS = ("is_hybrid_model", "hybrid_layer_pattern", "hybrid_override_pattern")
+PREDICTS = ("mtp_num_layers", "mtp_hybrid_override_pattern")
+READS = ("is_hybrid_model", "hybrid_layer_pattern", "hybrid_override_pattern", *PREDICTS)
 """Arguments that other families need off."""
 GRANTED: Mapping[str, tuple[Any, Any]] = {
     "qk_layernorm": (False, False),
@@ -43,7 +44,7 @@ FIXED: Mapping[str, Any] = {
     "mamba_dt_upper_limit": None,
 }
 """Keys that Megatron's mixer has no argument for -> what it means."""
-MAMBA, STAGE = "M", "|"
+MAMBA, STAGE, DEPTH = "M", "|", "/"
 LAYERS: Mapping[str, str] = {MAMBA: "Mamba-2", "*": "attention", "-": "feed-forward", "E": "experts"}
 """Symbols of the pattern that stand for a layer of ours."""
 
@@ -62,6 +63,7 @@ def needs_hybrid(args: MegatronArguments) -> bool:
         or float(args.get("hidden_dropout", 0.1)) > 0.0
         or position_type(args) == LEARNED
         or connects_streams(args)
+        or bool(predicted_section(args))
     )
 
 
@@ -95,7 +97,7 @@ def mixer_section(args: MegatronArguments) -> dict[str, Any]:
 def layer_pattern(args: MegatronArguments) -> str:
     """A symbol for each layer. Where stages begin belongs to the layout of the run, not to the model."""
     if argument := args.get("hybrid_layer_pattern", args.get("hybrid_override_pattern")):
-        pattern = str(argument).replace(STAGE, "")
+        pattern = str(argument).partition(DEPTH)[0].replace(STAGE, "")
         if unknown := sorted(set(pattern) - set(LAYERS)):
             known = ", ".join(f"{symbol} ({kind})" for symbol, kind in LAYERS.items())
             raise ConfigError(
@@ -111,6 +113,24 @@ def layer_pattern(args: MegatronArguments) -> str:
             )
     # Neither pattern nor ratios: all layers are Mamba's.
     return MAMBA * int(args.need("num_layers"))
+
+
+def predicted_section(args: MegatronArguments) -> dict[str, Any]:
+    """Depths of multi-token prediction, each with the same layers: those of another argument, or behind a / in the
+    pattern for each depth."""
+    argument = str(args.get("hybrid_layer_pattern", args.get("hybrid_override_pattern")) or "")
+    _, *depths = argument.split(DEPTH)
+    count = int(args.get("mtp_num_layers", None) or len(depths))
+    layers = depths or [str(args.get("mtp_hybrid_override_pattern", ""))] * count
+    if len(layers) != count or len(set(layers)) > 1 or "" in layers:
+        raise ConfigError(
+            f"{args.origin}: mtp_num_layers={count} of the pattern {argument!r} is not read: it can be the number of "
+            "depths of multi-token prediction in it, each with the same layers, or mtp_hybrid_override_pattern has them"
+        )
+    if not count:
+        return {}
+    factor = float(args.get("mtp_loss_scaling_factor", 0.1))
+    return {"mtp_num_layers": count, PREDICTS[1]: layers[0], "mtp_loss_scaling_factor": factor}
 
 
 def mamba_arguments(model: Any, parameters: Collection[str], kept: Mapping[str, Any]) -> dict[str, Any]:
