@@ -119,9 +119,12 @@ def write_files(folder: Path) -> dict[str, Path]:
             for number, line in enumerate(lines[: count // 8 * 8])
         ]
         (folder / name).with_suffix(".json").write_text("\n".join(map(json.dumps, pairs)), encoding="utf-8")
+    for name in ("pictures/train/ants", "pictures/train/bees", "pictures/val"):  # names of classes; files are made up
+        (folder / name).mkdir(parents=True)
     models = {
         "bert-base-cased": folder / "bert",
         "HuggingFaceTB/SmolLM-360M": folder / "llama",
         "gpt2": folder / "gpt2",
+        "pictures": folder / "pictures",
     }
     return {**models, **{path.name: path for path in folder.iterdir() if path.is_file()}}

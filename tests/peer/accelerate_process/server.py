@@ -26,6 +26,7 @@ import re
 import socket
 import sys
 import traceback
+from collections.abc import Mapping
 from importlib.abc import Loader, MetaPathFinder
 from importlib.machinery import ModuleSpec
 from pathlib import Path
@@ -55,13 +56,21 @@ def loader_of(rows: Any, evaluated: int = 18) -> Any:
     """A function in place of `datasets.load_dataset`, which gives these rows. evaluated: rows of the validation."""
     from datasets import Dataset, DatasetDict, load_dataset
 
-    def load(*names: str, split: str | None = None, **options: Any) -> Any:
+    def load(*names: str, split: str | Mapping[str, str] | None = None, **options: Any) -> Any:
         if "data_files" in options:
             return load_dataset(*names, split=split, **options)  # of local files
         parts = {"train": Dataset.from_dict(rows(64)), "validation": Dataset.from_dict(rows(evaluated))}
+        if isinstance(split, Mapping):  # name -> "part[:rows]"
+            return DatasetDict({name: first_rows(parts, part) for name, part in split.items()})
         return DatasetDict(parts) if split is None else parts[split]
 
     return load
+
+
+def first_rows(parts: Mapping[str, Any], split: str) -> Any:
+    """split: a part's name and its rows, "train[:32]"."""
+    name, count = split.removesuffix("]").split("[:")
+    return parts[name].select(range(min(int(count), len(parts[name]))))
 
 
 class Accuracy:
