@@ -139,14 +139,11 @@ def test_what_comes_next_can_be_typed(monkeypatch, environ, found, command) -> N
 def test_what_comes_next_suits_the_task(monkeypatch, tmp_path, data, first) -> None:
     monkeypatch.setattr("mt_cli.sample.continues", lambda trainer, prompt: True)
     config = SimpleNamespace(
-        train=SimpleNamespace(sample_prompt=None),
         checkpoint=SimpleNamespace(save=None),
         data=SimpleNamespace(dataset_type=data),
     )
-    commands = [
-        command
-        for command, _ in _next_commands(SimpleNamespace(config=config, loaded=SimpleNamespace(preset=None)), tmp_path)
-    ]
+    trainer = SimpleNamespace(config=config, loaded=SimpleNamespace(preset=None))
+    commands = [command for command, _ in _next_commands(trainer, tmp_path, "Once")]
     assert re.search(rf"{first} {tmp_path}", commands[0])
     assert f"serve {tmp_path}" in commands[1]
 

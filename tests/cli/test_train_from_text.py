@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import shutil
 from pathlib import Path
 from pydoc_data.topics import topics
@@ -118,3 +119,17 @@ def test_another_tokenizer_than_the_data_was_made_with_is_refused(work, tmp_path
     shown = capsys.readouterr().err
     assert "GPT2BPETokenizer" in shown
     assert "ByteLevelTokenizer" in shown
+
+
+def test_warnings_are_in_the_log_of_the_run(tmp_path, mt, caplog) -> None:
+    """What a reader of log.txt alone would not know: that one document was divided into splits."""
+    (tmp_path / "text.txt").write_text("one document of a few words. " * 40, encoding="utf-8")
+    settings = [*SETTINGS, f'data.data_path=["{tmp_path / "text.txt"}"]']
+    options = [part for text in settings for part in ("--set", text)]
+    done = mt("train", "--run-dir", tmp_path / "run", *options)
+    assert done.code == 0, done.err
+    # The prompt of the sample is of the text, too: it was "def " of Python's.
+    assert re.search(r"A sample:\n\n(one |document |of |a |few |words\. ?){4}", done.out), done.out
+    warned = next(text for text in caplog.messages if "tokens are divided" in text)
+    assert f"warning: {warned}\n" in (tmp_path / "run" / "log.txt").read_text(encoding="utf-8")
+    assert "1 document, too few" in warned

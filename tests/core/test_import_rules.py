@@ -151,7 +151,7 @@ def test_the_contract_and_the_data_import_no_torch() -> None:
 
 
 ORDER = (
-    {"errors", "versions", "tensor_slice", "_torch_compat", "_huge_pages", "json_objects", "run_events"},
+    {"errors", "versions", "tensor_slice", "_torch_compat", "_huge_pages", "json_objects", "run_events", "wording"},
     {"paths", "run_requests", "run_state", "sandbox"},
     {"retention"},
     {"interfaces", "kinds"},

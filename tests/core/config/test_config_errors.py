@@ -145,6 +145,20 @@ SAMPLES = ["train.train_iters=null", "train.train_samples=1600", "lr_schedule.lr
             ],
             "never reaches train.global_batch_size=64; the increment can be 1, 2, 3, 4, 6, 8, 12, 16, 24 or 48",
         ),
+        *(
+            (
+                [
+                    *("train.train_iters=null", "train.train_samples=1600", "lr_schedule.lr_warmup_iters=null"),
+                    *("train.global_batch_size=64", f"train.rampup_batch_size={ramp}"),
+                ],
+                f"train.rampup_batch_size={ramp} {reason}, so that no step is smaller: remove it",
+            )
+            for ramp, reason in {
+                "[64, 16, 100]": "begins with train.global_batch_size=64",
+                "[128, 16, 100]": "begins with train.global_batch_size=64 or more",
+                "[16, 16, 0]": "has 0 samples to grow to train.global_batch_size=64",
+            }.items()
+        ),
         (["parallel.tensor_model_parallel_size=2"], "does not divide the number of processes=1; it can be 1"),
         (
             ["model.position_embedding_type=learned_absolute"],

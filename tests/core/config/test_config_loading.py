@@ -55,6 +55,17 @@ def test_a_preset_given_by_hand_wins_over_the_files(host: PluginHost, run_toml: 
     assert loaded.config.model.hidden_size == 768  # type: ignore[attr-defined]
 
 
+def test_a_preset_is_named_in_the_place_of_a_file(host: PluginHost, tmp_path: Path, monkeypatch) -> None:
+    """As `mt plan llama3-8b` and `mt train gpt-tiny`; a file of that name is read."""
+    monkeypatch.chdir(tmp_path)
+    assert load_config("gpt-tiny", host=host) == load_config(preset="gpt-tiny", host=host)
+    with pytest.raises(ConfigError, match="config file gpt-tinny: No such file"):
+        load_config("gpt-tinny", host=host)
+    (tmp_path / "gpt-tiny").write_text("[model]")
+    with pytest.raises(ConfigError, match=r"set exactly one of train\.train_iters"):
+        load_config("gpt-tiny", host=host)
+
+
 def test_another_optimizer_drops_the_presets_options_of_the_first(host: PluginHost) -> None:
     loaded = load_config(preset="gpt-tiny", overrides=["optimizer.optimizer=sgd"], host=host)
     assert loaded.config.optimizer.sgd_momentum == 0.9  # type: ignore[attr-defined]

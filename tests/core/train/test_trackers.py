@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import logging
 import math
 import re
 import time
@@ -22,6 +23,7 @@ from mt_core.train import Callback, Trainer
 from mt_core.train.checkpoint.run_directory import RunDirectory
 from mt_core.train.reporting.log_files import build_log_file
 from mt_core.train.reporting.step_metrics import peak_of_name
+from mt_core.train.reporting.warning_log import LoggedWarnings
 from mt_core.train.tracker import IDS_FILE, _read_ids
 
 MEGATRON_LINE = re.compile(  # of programs that read Megatron-LM's logs
@@ -63,6 +65,24 @@ def test_a_log_without_a_place_keeps_no_lines(tiny, tmp_path: Path) -> None:
     log.close()
     assert (tmp_path / "log.txt").read_text().endswith(" written\n")
     assert "kept" not in (tmp_path / "log.txt").read_text()
+
+
+def test_the_terminal_has_warnings_that_a_run_keeps(monkeypatch, capsys) -> None:
+    """Without a handler of a program, which shows them itself: once, although two runs keep them."""
+    kept: list[str] = []
+    monkeypatch.setattr(logging.getLogger(), "handlers", [])
+    with LoggedWarnings(kept.append), LoggedWarnings(kept.append):
+        logging.getLogger("mt_data.any").warning("%d lines left out", 2)
+        logging.getLogger("mt_data.any").info("not shown")
+    logging.getLogger("mt_data.any").warning("behind the run")
+    assert kept == ["2 lines left out"] * 2
+    assert capsys.readouterr().err == "2 lines left out\nbehind the run\n"
+    shown = logging.NullHandler()
+    monkeypatch.setattr(logging.getLogger(), "handlers", [shown])
+    with LoggedWarnings(kept.append):
+        logging.getLogger("mt_data.any").warning("shown by the program")
+    assert (kept[-1], capsys.readouterr().err) == ("shown by the program", "")
+    assert logging.getLogger().handlers == [shown]
 
 
 def test_tensorboard_has_megatrons_names_over_steps_and_samples(tiny, tmp_path: Path) -> None:

@@ -172,6 +172,23 @@ def test_several_short_texts_have_training_and_validation(
     assert set(seen.tolist()) == set(stream[:border].tolist())
 
 
+def test_a_short_text_with_a_weight_is_for_training_alone(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """Its weight stays what it was, and validation is the longer text's."""
+    paths = {"short": tmp_path / "short.txt", "long": tmp_path / "long.txt"}
+    paths["short"].write_text("1234567")
+    paths["long"].write_text("abcdefghij" * 100)
+    blend = [{"prefix": str(paths["short"]), "weight": 1}, {"prefix": str(paths["long"]), "weight": 3}]
+    config = GPTDataConfig.model_validate({"data_path": blend, "seq_length": LENGTH, "split": "80,20,0"})
+    train, valid = (
+        build_gpt(config, tokenizer(), SplitRequest(part, 20, LENGTH, 1))  # type: ignore[arg-type]
+        for part in ("train", "valid")
+    )
+    digits = [train[number]["tokens"].tolist()[0] in ids("1234567") for number in range(20)]
+    assert sum(digits) == 5
+    assert not set(ids("1234567")[:7]) & {token for number in range(20) for token in valid[number]["tokens"].tolist()}
+    assert caplog.text.count("short.txt: too short to divide") == 1
+
+
 def test_texts_of_less_than_a_sequence_together_are_refused(tmp_path: Path) -> None:
     paths = [tmp_path / f"{name}.txt" for name in "ab"]
     for path in paths:

@@ -44,7 +44,7 @@ def test_skipped_lines_are_reported(tmp_path: Path) -> None:
         *["--tokenizer-type", "ByteLevelTokenizer", "--on-error", "skip"],
     )
     assert result.exit_code == 0, result.output
-    assert f"1 lines were skipped; {tmp_path / 'set.skipped.jsonl'} lists them" in result.output
+    assert f"lines skipped: 1; {tmp_path / 'set.skipped.jsonl'} lists them" in result.output
 
 
 def test_the_part_of_a_machine_is_printed(corpus: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

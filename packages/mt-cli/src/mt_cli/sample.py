@@ -7,9 +7,10 @@ from typing import TYPE_CHECKING
 
 import typer
 
-from mt_core.config.layers import DEFAULT
+from mt_core.config.schema import AUTO_PROMPT
 from mt_core.errors import ConfigError, MtError
 from mt_core.nn.model import contract
+from mt_core.train.sample_prompt import sample_prompt
 
 if TYPE_CHECKING:
     from mt_core.train.trainer import Trainer
@@ -20,18 +21,18 @@ KEY = "train.sample_prompt"
 
 def prompt_of_sample(trainer: Trainer) -> str | None:
     """train.sample_prompt, which is checked before training. None where there is no sample: of a model that continues
-    no text, without mt-infer, and where the tokenizer cannot encode the default prompt.
+    no text, without mt-infer, and where the tokenizer cannot encode the prompt that `auto` chose.
 
     Raises ConfigError for any other prompt that the tokenizer cannot encode.
     """
-    prompt = trainer.config.train.sample_prompt
+    prompt = sample_prompt(trainer.config, trainer.engine.tokenizer, trainer.valid_data)
     if not prompt or find_spec("mt_infer") is None or not contract(trainer.model).continues_text:
         return None
     try:
         trainer.engine.tokenizer.encode(prompt)
     except MtError as error:
         # A prompt that the user chose must work; the default one need not suit every tokenizer.
-        if trainer.loaded.origin(KEY) == DEFAULT:
+        if trainer.config.train.sample_prompt == AUTO_PROMPT:
             return None
         raise ConfigError(
             f"{KEY}={prompt!r} (from {trainer.loaded.origin(KEY)}) cannot be encoded: {error}; "

@@ -7,13 +7,14 @@ from typing import Any
 from mt_core.errors import ConfigError
 from mt_core.parallel.context import Axis
 from mt_core.parallel.first_rank import on_first_rank
+from mt_core.train.sample_prompt import sample_prompt
 from mt_infer.sampling.parameters import SamplingParameters
 from mt_infer.text import TextGenerator
 
 
 def answer_generate(run: Any, argument: str, by: str) -> str:
     """run: a mt_core.train.run_control.ControlledRun. Collective over the world."""
-    prompt = argument or run.config.train.sample_prompt
+    prompt = argument or sample_prompt(run.config, run.engine.tokenizer, run.validation.sets)
     if not prompt:
         raise ConfigError("mt ctl RUN generate TEXT needs a text, or train.sample_prompt")
     training = run.model.training

@@ -13,6 +13,7 @@ from typing import Annotated
 import typer
 
 from mt_core.errors import DataError, did_you_mean
+from mt_core.wording import counted
 
 NAME = re.compile(r"moe/layer_(\d+)/(\w+)")
 MOST_COLUMNS = 120
@@ -162,4 +163,4 @@ def plot(
     history = read_history(path, metric)
     target = output or path.parent / f"moe_{metric}.svg"
     target.write_text(draw(history), encoding="utf-8")
-    typer.echo(f"{target}: {len(history.layers)} layers, {len(history.steps)} steps")
+    typer.echo(f"{target}: {counted(len(history.layers), 'layer')}, {counted(len(history.steps), 'step')}")

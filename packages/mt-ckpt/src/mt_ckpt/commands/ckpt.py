@@ -19,6 +19,7 @@ from mt_core.checkpoint_specs import CHECKPOINT_SAVERS, CheckpointReader, Checkp
 from mt_core.errors import CheckpointError, ConfigError
 from mt_core.paths import as_path
 from mt_core.plugins import PluginHost, load_plugins
+from mt_core.wording import counted
 
 if TYPE_CHECKING:
     from rich.progress import Progress
@@ -96,7 +97,8 @@ def _verify_every_byte(checkpoint: Path) -> str:
     if problems:
         raise CheckpointError("\n".join(problems))
     num_files = len(manifest.sizes) + 1
-    return f"{checkpoint}: whole ({len(manifest.tensors)} tensors, {num_files} files, {format_bytes(num_bytes)})"
+    files = counted(num_files, "file")
+    return f"{checkpoint}: whole ({len(manifest.tensors)} tensors, {files}, {format_bytes(num_bytes)})"
 
 
 def _verify_base(opened: Opened) -> None:
@@ -126,7 +128,7 @@ def _verify_written_files(path: Path, checksums: Checksums, loader: str) -> str:
     problems = problems or configuration_problems(path, load_plugins(), loader)
     if problems:
         raise CheckpointError("\n".join(problems))
-    amount = f"{len(checksums.files)} files, {format_bytes(checksums.num_bytes)}"
+    amount = f"{counted(len(checksums.files), 'file')}, {format_bytes(checksums.num_bytes)}"
     return f"{path}: whole ({amount}): every byte is the one that was written, by the checksums of {CHECKSUMS}"
 
 
@@ -142,8 +144,9 @@ def _verify_every_tensor(opened: Opened) -> str:
         raise CheckpointError("\n".join(problems))
     values = "their checksums are right" if has_checksums(opened) else "its files have no checksums of values"
     return (
-        f"{opened.path}: whole as far as {opened.loader.name} shows ({len(tensors)} tensors, {len(files)} files, "
-        f"{format_bytes(sum(files.values()))}): the tensors are those of the configuration and can be read; {values}"
+        f"{opened.path}: whole as far as {opened.loader.name} shows ({len(tensors)} tensors, "
+        f"{counted(len(files), 'file')}, {format_bytes(sum(files.values()))}): "
+        f"the tensors are those of the configuration and can be read; {values}"
     )
 
 
@@ -318,7 +321,7 @@ def _facts(opened: Opened) -> Iterator[tuple[str, str]]:
     reader, files = opened.reader, files_of(opened)
     yield "checkpoint", str(opened.path)
     yield "format", _format(opened)
-    yield "size", f"{format_bytes(sum(files.values()))} in {len(files)} files"
+    yield "size", f"{format_bytes(sum(files.values()))} in {counted(len(files), 'file')}"
     if (layout := rank_layout(reader.metadata)) is not None:
         yield "layout", layout
     if len(iterations := iterations_beside(opened.path)) > 1:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import shlex
 import shutil
 import sys
 from collections.abc import Iterator, Sequence
@@ -18,6 +19,7 @@ from mt_core.errors import CheckpointError, ConfigError
 from mt_core.launch.environment import read_environment
 from mt_core.plugins import PluginHost, load_plugins
 from mt_core.specs import COMMANDS
+from mt_core.wording import counted
 
 if TYPE_CHECKING:
     from mt_core.config.loading import LoadedConfig
@@ -82,7 +84,9 @@ CONVERSION = "Converting instead of training"
 
 def train(
     context: typer.Context,
-    config: Annotated[Path | None, typer.Argument(help="TOML, YAML or JSON file.", show_default=False)] = None,
+    config: Annotated[
+        Path | None, typer.Argument(help="TOML, YAML or JSON file, or a preset.", show_default=False)
+    ] = None,
     preset: Annotated[str | None, typer.Option(help="Values to start from; mt models lists presets.")] = None,
     set_: Annotated[
         list[str] | None, typer.Option("--set", metavar="SECTION.KEY=VALUE", help="Change one value; repeatable.")
@@ -151,6 +155,7 @@ def train(
     # After the announcement, since these imports lead to torch.
     from mt_core.config.checks import as_world
     from mt_core.config.loading import load_config
+    from mt_core.train.reporting.warning_log import LoggedWarnings
 
     set_ = list(set_ or [])
     if trace_schedule is not None:
@@ -158,16 +163,17 @@ def train(
     # Two roles of this command: the launcher, which starts `mt train` once for each rank and trains nothing itself, and
     # a rank, alone or started by a launcher. A launcher checks the configuration for the world that it is about to
     # start.
-    launched = nproc is not None or dry_run
+    launched, warnings = nproc is not None or dry_run, list[str]()
     with as_world((nproc or 1) * nnodes) if launched else world_of_launcher():
-        loaded = load_config(config, preset=preset, overrides=set_, host=host, default_preset=DEFAULT_PRESET)
+        with LoggedWarnings(warnings.append):
+            loaded = load_config(config, preset=preset, overrides=set_, host=host, default_preset=DEFAULT_PRESET)
         directory = run_dir or Path("runs") / _name_of_run(loaded, config)
         if ckpt_convert_format is not None or ckpt_convert_save is not None:
             if launched or read_environment().rank == 0:  # one of the processes that a launcher started
                 convert_checkpoint(loaded, directory, ckpt_convert_format, ckpt_convert_save, host)
             return None
         if not launched:
-            return train_as_rank(loaded, directory, host)
+            return train_as_rank(loaded, directory, host, warnings)
     arguments = rank_arguments(config, preset, set_, directory)
     if dry_run:
         if picture is not None:
@@ -242,8 +248,8 @@ def convert_checkpoint(
     convert(load_dir=source, save_dir=save_dir, saver=saver)
 
 
-def train_as_rank(loaded: LoadedConfig, directory: Path, host: PluginHost) -> None:
-    """Train in this process, alone or as one of the ranks that a launcher started."""
+def train_as_rank(loaded: LoadedConfig, directory: Path, host: PluginHost, warnings: Sequence[str] = ()) -> None:
+    """Train in this process, alone or as one of the ranks that a launcher started. warnings: of the configuration."""
     from mt_cli.sample import prompt_of_sample
     from mt_core.launch.phases import PhaseTimeouts
     from mt_core.launch.session import rank_session
@@ -257,6 +263,8 @@ def train_as_rank(loaded: LoadedConfig, directory: Path, host: PluginHost) -> No
     timeouts = PhaseTimeouts(**loaded.config.timeouts.model_dump())
     with rank_session(device.type, run_dir=directory, timeouts=timeouts) as session:
         trainer = Trainer(loaded, run_dir=directory, host=host, phases=session.phases)
+        for text in warnings:
+            trainer.warning(text)
         prompt = prompt_of_sample(trainer)
         # After the checkpoint was loaded: a run that is complete has nothing left to do, and says so.
         already = trainer.state.iteration
@@ -280,7 +288,7 @@ def _report(trainer: Trainer, result: TrainResult, directory: Path, already: int
         console.print(f"Stopped at step {result.state.iteration}; the same command goes on from there.")
         return
     if already == result.state.iteration:
-        console.print(f"This run is complete ({already} steps). For a new one give another --run-dir.")
+        console.print(f"This run is complete ({counted(already, 'step')}). For a new one give another --run-dir.")
     in_nats = configured_loss(trainer.config, trainer.host).in_nats_per_token
     for name, loss in result.losses.items():
         bits = f" ({loss / _LN2:.3f} bits per token)" if in_nats else ""
@@ -298,16 +306,16 @@ def _report(trainer: Trainer, result: TrainResult, directory: Path, already: int
     checkpoints = "checkpoints/" if elsewhere is None else f"and in {elsewhere}"
     console.print(f"\nThe run is in {directory}: config.json, metrics.jsonl, log.txt, {checkpoints}.", soft_wrap=True)
     console.print("Next:")
-    for command, does in _next_commands(trainer, directory):
+    for command, does in _next_commands(trainer, directory, prompt or "Once"):
         console.print(f"  {command}\n      {does}", markup=False, soft_wrap=True)
 
 
-def _next_commands(trainer: Trainer, directory: Path) -> list[tuple[str, str]]:
+def _next_commands(trainer: Trainer, directory: Path, prompt: str) -> list[tuple[str, str]]:
+    """Commands and what they do. prompt: a text to continue."""
     from mt_cli.sample import continues
 
-    prompt = trainer.config.train.sample_prompt or "Once"
     run = trainer.config.checkpoint.save or directory
-    generate = (f'generate {run} --prompt "{prompt}"', "text from this model")
+    generate = (f"generate {run} --prompt {_quoted(prompt)}", "text from this model")
     chat = (f"chat {run}", "a conversation with this model")
     serve = (f"serve {run}", "the same in a browser")
     talks = [chat, serve] if trainer.config.data.dataset_type == "sft" else [generate, serve]
@@ -320,6 +328,11 @@ def _next_commands(trainer: Trainer, directory: Path) -> list[tuple[str, str]]:
         (shown, "every setting, and where it came from" if preset else "every setting"),
     ]
     return [(f"{_own_command()} {arguments}", does) for arguments, does in commands]
+
+
+def _quoted(text: str) -> str:
+    """For a shell; in double quotes where these are enough, as users type it."""
+    return shlex.quote(text) if set(text) & set('"$`\\!') else f'"{text}"'
 
 
 def _own_command() -> str:

@@ -346,8 +346,15 @@ def check_batch_size(config: Config) -> None:
 
 
 def _check_rampup(rampup: tuple[int, int, int], total: int, unit: int) -> None:
-    start, increment, _ = rampup
-    if start > total or (total - start) % increment:
+    start, increment, samples = rampup
+    if start >= total or samples == 0:
+        reason = "begins with" if start >= total else "has 0 samples to grow to"
+        raise ConfigError(
+            f"train.rampup_batch_size={list(rampup)} {reason} train.global_batch_size={total}"
+            f"{' or more' if start > total else ''}, so that no step is smaller: remove it, or give a smaller start "
+            "and more than 0 samples"
+        )
+    if (total - start) % increment:
         raise ConfigError(
             f"train.rampup_batch_size={list(rampup)}: from {start} by steps of {increment} the batch never "
             f"reaches train.global_batch_size={total}; the increment can be {listed(divisors(max(total - start, 1)))}"

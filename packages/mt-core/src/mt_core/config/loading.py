@@ -49,8 +49,9 @@ def load_config(
 ) -> LoadedConfig:
     """Read, merge and check a configuration.
 
-    path: a TOML, JSON or YAML file; it may name a preset with the top-level key `preset`. preset: wins over
-    the file's. overrides: "section.key=value" with the value written as in TOML, `null`, or bare text.
+    path: a TOML, JSON or YAML file, which may name a preset with the top-level key `preset`; or a preset's name,
+    where no file has it. preset: wins over the file's. overrides: "section.key=value" with the value written as in
+    TOML, `null`, or bare text.
     default_preset: used where neither path nor preset is given; checkpoint.load replaces its model and tokenizer.
     sections: values of a program, section -> key -> value; they win over the file's.
     Raises ConfigError with a line for each thing that is wrong, PluginError for a name that no plugin registers, and

@@ -26,6 +26,7 @@ from mt_core.config.parallel import ParallelConfig
 from mt_core.specs import PLAIN_MODULE
 
 AUTO_LOSS = "auto"
+AUTO_PROMPT = "auto"
 WeightDecayStyle = Literal["constant", "linear", "cosine"]
 Activation = Literal[
     "gelu",
@@ -206,8 +207,9 @@ class TrainConfig(Section):
     """Smaller improvements count as none."""
     frozen_parameters: list[str] = Field(default_factory=list)
     """Canonical names of parameters that are not trained (mt ckpt inspect lists them), with * for any characters."""
-    sample_prompt: str | None = "def "
-    """A text is generated from this prompt at the end; null or an empty text generates none."""
+    sample_prompt: str | None = AUTO_PROMPT
+    """A text is generated from this prompt at the end; null or an empty text generates none. `auto`: words of the
+    validation text (data.dataset_type "gpt" and "fim"), "def " for the built-in text, and none for other data."""
     sample_tokens: PositiveInt = 200
     """Tokens of that text."""
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import tomllib
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -115,6 +115,7 @@ class ReadLayers:
 
 def read_layers(sources: Sources, names: Iterable[str], host: PluginHost) -> ReadLayers:
     """Read and merge. names: the sections that are requested; a checkpoint is opened only for these."""
+    sources = _with_named_preset(sources, host)
     file_preset, file_layer = read_config_file(Path(sources.path)) if sources.path is not None else (None, None)
     left_out: list[str] = []
     if file_layer is not None:
@@ -136,6 +137,15 @@ def read_layers(sources: Sources, names: Iterable[str], host: PluginHost) -> Rea
         # Their problems and notes were collected the first time.
         layers, _ = translate(_with_overrides(settled, sources.overrides, Problems()))
     return ReadLayers(merge_layers(layers, problems, section_types(host)), preset, problems, [*left_out, *notes])
+
+
+def _with_named_preset(sources: Sources, host: PluginHost) -> Sources:
+    """A preset's name in the place of a file, as `preset`: where no file has that name."""
+    name = str(sources.path)
+    is_file = sources.path is None or Path(name).exists()
+    if is_file or sources.preset is not None or name not in installed_presets(host)[0]:
+        return sources
+    return replace(sources, path=None, preset=name)
 
 
 def _without_absent_sections(layer: Layer, types: Mapping[str, type[Section]]) -> tuple[Layer, list[str]]:

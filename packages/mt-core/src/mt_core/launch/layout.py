@@ -7,6 +7,7 @@ from collections.abc import Sequence
 
 from mt_core.errors import ConfigError
 from mt_core.parallel.context import AxisName, AxisSizes, axis_members
+from mt_core.wording import counted
 
 COLUMNS: tuple[AxisName, ...] = ("tp", "cp", "dp", "pp", "etp", "ep", "edp")
 EXPERT_COLUMNS = ("etp", "ep", "edp")
@@ -50,7 +51,7 @@ def _headline(layout: AxisSizes, nnodes: int, nproc: int) -> str:
     world = nnodes * nproc
     dense = f"tensor {layout.tp} x context {layout.cp} x data {layout.dp(world)} x pipeline {layout.pp}"
     nodes = "1 node" if nnodes == 1 else f"{nnodes} nodes"
-    return f"{world} ranks on {nodes}: {dense}"
+    return f"{counted(world, 'rank')} on {nodes}: {dense}"
 
 
 def _table(

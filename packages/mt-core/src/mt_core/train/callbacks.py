@@ -102,6 +102,9 @@ class Callback:
     def on_message(self, run: Run, text: str) -> None:
         """A message for the user: how `auto` was resolved, what was resumed, what was saved."""
 
+    def on_warning(self, run: Run, text: str) -> None:
+        """A warning of Python's logging, also of the time before training starts. The terminal has it already."""
+
     def on_train_start(self, run: Run) -> None:
         """Everything is built and restored; the first step follows."""
 
@@ -139,6 +142,9 @@ class CallbackList(Callback):
 
     def on_message(self, run: Run, text: str) -> None:
         self._each(lambda callback: callback.on_message(run, text))
+
+    def on_warning(self, run: Run, text: str) -> None:
+        self._each(lambda callback: callback.on_warning(run, text))
 
     def on_train_start(self, run: Run) -> None:
         self._each(lambda callback: callback.on_train_start(run))

@@ -59,6 +59,7 @@ from mt_core.train.reporting.event_log import StatusFile
 from mt_core.train.reporting.run_summary import run_summary
 from mt_core.train.reporting.step_metrics import StepMetrics
 from mt_core.train.reporting.time_report import account_time, report_time, start_status, waited_for
+from mt_core.train.reporting.warning_log import LoggedWarnings
 from mt_core.train.run_control import RunControl, changes_to_store, stored_changes, with_stored_changes
 from mt_core.train.same_start import require_same_checkpoint, require_same_samples
 from mt_core.train.signals import StopSignals
@@ -108,11 +109,27 @@ class Trainer:
         self.resumed_from = find_resume(self.directory, config.config.checkpoint)
         self.changes = {} if self.resumed_from is None else stored_changes(self.resumed_from, self.host)
         """Values that were changed while the run trained: what they were, what they are, and by whom."""
-        config = self.loaded = with_stored_changes(config, self.changes)
+        self.loaded = with_stored_changes(config, self.changes)
+        with LoggedWarnings(self.warning):
+            self._build(model, train_data, valid_data, loss, forward_step, counts_start=phases is not None)
+
+    def _build(
+        self,
+        model: nn.Module | None,
+        train_data: Dataset | None,
+        valid_data: Mapping[str, Dataset] | Dataset | None,
+        loss: Loss | None,
+        forward_step: ForwardStep | None,
+        *,
+        counts_start: bool,
+    ) -> None:
+        """The engine, the state of a checkpoint, and the data. counts_start: the time since the process started is the
+        run's."""
+        config = self.loaded
         self.engine = Engine.build(config, host=self.host, model=model, loss=loss, forward_step=forward_step)
         self.time = self.engine.time
         # Of a program of its own: the phases are those of its rank session.
-        if phases is not None:
+        if counts_start:
             self.time.count_start()
         self.checkpoint_writer = build_checkpoint_writer(self.config.checkpoint, self.host, self.directory, self.ctx)
         # Callbacks of other ranks than the first: those of all ranks, and what a program passes.
@@ -210,7 +227,8 @@ class Trainer:
             on_first_rank(partial(self._create, self.directory), self.ctx.world)
         status: StatusFile | None = None
         try:
-            with StopSignals() as signals, deterministic_algorithms(self.config.train.deterministic):
+            repeatable = deterministic_algorithms(self.config.train.deterministic)
+            with StopSignals() as signals, LoggedWarnings(self.warning), repeatable:
                 for text in run_summary(self):
                     self.message(text)
                 self.callbacks.on_train_start(self)
@@ -244,6 +262,10 @@ class Trainer:
     def message(self, text: str) -> None:
         """Show the user a message, by the callbacks that do."""
         self.callbacks.on_message(self, text)
+
+    def warning(self, text: str) -> None:
+        """Note a warning that Python's logging has shown, by the callbacks that keep what the terminal shows."""
+        self.callbacks.on_warning(self, text)
 
     def record(self, name: str, value: float, reduce: Reduce = "mean") -> None:
         """A value for the next line of the log (`on_log`), reduced over the steps since the last line and over all

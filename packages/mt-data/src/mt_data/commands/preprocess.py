@@ -15,6 +15,7 @@ import typer
 from typer.core import TyperCommand
 
 from mt_core.errors import ConfigError
+from mt_core.wording import counted
 from mt_data.preprocess.encodings import UTF8
 from mt_data.preprocess.options import PreprocessOptions, PreprocessReport
 
@@ -223,11 +224,11 @@ def sigterm_as_interrupt() -> Iterator[list[int]]:
 def _show(report: PreprocessReport, options: PreprocessOptions) -> None:
     counts = report.counts
     for key, prefix in report.outputs.items():
-        typer.echo(f"{prefix}: {counts.sequences[key]:,} sequences, {counts.tokens[key]:,} tokens")
+        typer.echo(f"{prefix}: {counted(counts.sequences[key], 'sequence')}, {counted(counts.tokens[key], 'token')}")
     reused = f", {report.shards_reused} of {report.shards} shards from an earlier run" if report.shards_reused else ""
-    typer.echo(f"{counts.documents:,} documents in {report.seconds:.1f} s{reused}")
+    typer.echo(f"{counted(counts.documents, 'document')} in {report.seconds:.1f} s{reused}")
     if report.skipped_report:
-        typer.echo(f"{counts.skipped:,} lines were skipped; {report.skipped_report} lists them")
+        typer.echo(f"lines skipped: {counts.skipped:,}; {report.skipped_report} lists them")
     first = next(iter(report.outputs.values()))
     if report.share.count == 1:
         typer.echo(f"next: mt data inspect {shlex.quote(str(first))}")

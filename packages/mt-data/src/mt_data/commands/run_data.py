@@ -14,6 +14,7 @@ from mt_core.data.building import build_datasets, build_tokenizer
 from mt_core.errors import ConfigError, DataError
 from mt_core.interfaces import Dataset, Split, Tokenizer
 from mt_core.specs import DATASETS
+from mt_core.wording import counted
 from mt_data.datasets.splits import SPLITS
 
 if TYPE_CHECKING:
@@ -122,7 +123,7 @@ def build_index(
         seconds = time.perf_counter() - start
         for name, dataset in built.items():
             title = wanted if name == wanted else f"{wanted} {name}"
-            typer.echo(f"{title}: {len(dataset):,} samples, {seconds:.2f} s")
+            typer.echo(f"{title}: {counted(len(dataset), 'sample')}, {seconds:.2f} s")
         if not built:
             typer.echo(f"{wanted}: no data")
 

@@ -10,6 +10,7 @@ import typer
 from typer.core import TyperCommand
 
 from mt_core.errors import DataError, MtError
+from mt_core.wording import counted
 
 if TYPE_CHECKING:
     from mt_data.indexed.inspection import Decode
@@ -117,8 +118,9 @@ def summary(report: VerifyReport) -> list[str]:
     if sizes is None:
         raise ValueError("only a report without problems has a summary")
     lines = [
-        f"{report.prefix}: {sizes.layout.num_documents:,} documents, {sizes.layout.num_sequences:,} sequences, "
-        f"{sizes.num_tokens:,} tokens of {sizes.layout.dtype.name}",
+        f"{report.prefix}: {counted(sizes.layout.num_documents, 'document')}, "
+        f"{counted(sizes.layout.num_sequences, 'sequence')}, "
+        f"{counted(sizes.num_tokens, 'token')} of {sizes.layout.dtype.name}",
         "structure: lengths, offsets and document boundaries agree with one another and with the sizes",
         "checksums: both files match the manifest"
         if report.manifest
@@ -164,8 +166,8 @@ def merge(
     with byte_progress("merging", sum(part.sizes.data_bytes for part in parts)) as advance:
         manifest = merging.merge(prefixes, output_prefix, multimodal=multimodal, on_bytes=advance)
     typer.echo(
-        f"{output_prefix}: {manifest.documents:,} documents, {manifest.sequences:,} sequences, "
-        f"{manifest.tokens:,} tokens of {manifest.dtype}, from {len(prefixes):,} data sets"
+        f"{output_prefix}: {counted(manifest.documents, 'document')}, {counted(manifest.sequences, 'sequence')}, "
+        f"{counted(manifest.tokens, 'token')} of {manifest.dtype}, from {counted(len(prefixes), 'data set')}"
     )
     if manifest.tokenizer is None:
         typer.echo("tokenizer: not recorded, since not all inputs record one")

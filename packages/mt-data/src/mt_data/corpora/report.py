@@ -12,6 +12,7 @@ from rich.console import Group, RenderableType
 from rich.table import Table
 from rich.text import Text
 
+from mt_core.wording import counted
 from mt_data.corpora.outputs import atomic_writer
 
 EXAMPLES_PER_REASON = 5
@@ -125,7 +126,7 @@ class CorpusReport:
         """The totals as a table for people."""
         total, reused = self.total, sum(file["reused"] for file in self.files)
         table = Table("what", "documents", "share", "first seen at", title=f"mt data {self.command}")
-        table.add_row("read", f"{total.read:,}", "", f"{len(self.files)} files, {reused} finished before")
+        table.add_row("read", f"{total.read:,}", "", f"{counted(len(self.files), 'file')}, {reused} finished before")
         table.add_row("kept", f"{total.kept:,}", _share(total.kept, total.read), _written(total))
         for reason, tally in _largest_first(total.dropped):
             share = _share(tally.count, total.read)

@@ -13,6 +13,7 @@ from pydantic import Field, PositiveInt, model_validator
 
 from mt_core.errors import ConfigError, DataError
 from mt_core.interfaces import Split, SplitRequest, Tokenizer
+from mt_core.wording import counted
 from mt_data.datasets.cache import index_progress
 from mt_data.datasets.config import IndexedDataConfig
 from mt_data.datasets.gpt_index import GPTIndex, GPTIndexPlan, Progress, build_gpt_index
@@ -136,8 +137,13 @@ def build_gpt_files(
     def is_too_short(tokens: OpenedTokens) -> bool:
         return not _gives_each_split_a_sample(tokens, _tokens_of_a_sample(config, request))
 
+    def is_indivisible(tokens: OpenedTokens) -> bool:
+        return _split_without_documents(tokens, _tokens_of_a_sample(config, request)) is not None
+
     raw_text = config.raw_text_options()
-    return build_from_files(config, tokenizer, request, make, raw_text=raw_text, is_too_short=is_too_short)
+    return build_from_files(
+        config, tokenizer, request, make, raw_text=raw_text, is_too_short=is_too_short, is_indivisible=is_indivisible
+    )
 
 
 def gpt_over_file(
@@ -184,9 +190,9 @@ def _part_of_split(tokens: OpenedTokens, config: GPTDataConfig, request: SplitRe
         return reader
     part = range_of_split(reader, fractions, tokens.split)
     log.warning(
-        '%s: %d documents are too few or too short for data.split="%s"; tokens are divided, %s has tokens %d to %d',
+        '%s: %s, too few or too short for data.split="%s"; tokens are divided, %s has tokens %d to %d',
         tokens.name,
-        reader.num_documents,
+        counted(reader.num_documents, "document"),
         fractions.text,
         tokens.split,
         part.begin,
@@ -197,16 +203,20 @@ def _part_of_split(tokens: OpenedTokens, config: GPTDataConfig, request: SplitRe
 
 def _check_that_documents_can_be_divided(tokens: OpenedTokens, config: GPTDataConfig, shortest: int) -> None:
     """Raise DataError for a text of no more than a sample, of which a split gets no document."""
-    lengths = tokens.reader.sequence_lengths
-    total = int(lengths.sum(dtype=np.int64))
-    if not 0 < total <= shortest:
-        return
-    if empty := [split for split in _wanted(tokens.fractions) if not tokens.fractions.range_of(split, len(lengths))]:
+    if (empty := _split_without_documents(tokens, shortest)) is not None:
         raise DataError(
-            f"{tokens.name} has {total} tokens, no more than one sequence of data.seq_length={config.seq_length} takes "
-            f"({shortest}), and cannot be divided: the {empty[0]} split is empty; add text, make data.seq_length "
-            'smaller, or do without validation (data.split="1")'
+            f"{tokens.name} has {tokens.num_tokens} tokens, no more than one sequence of "
+            f"data.seq_length={config.seq_length} takes ({shortest}), and cannot be divided: the {empty} split is "
+            'empty; add text, make data.seq_length smaller, or do without validation (data.split="1")'
         )
+
+
+def _split_without_documents(tokens: OpenedTokens, shortest: int) -> Split | None:
+    """A split that gets no document of a text of no more than a sample; None for a text that can be divided."""
+    if not 0 < tokens.num_tokens <= shortest:
+        return None
+    count = len(tokens.reader.sequence_lengths)
+    return next((split for split in _wanted(tokens.fractions) if not tokens.fractions.range_of(split, count)), None)
 
 
 def _wanted(fractions: SplitFractions) -> list[Split]:
@@ -222,7 +232,7 @@ def _tokens_of_a_sample(config: GPTDataConfig, request: SplitRequest) -> int:
 
 def _gives_each_split_a_sample(tokens: OpenedTokens, shortest: int) -> bool:
     """Whether training and validation, where they have a share, get `shortest` tokens each."""
-    fractions, total = tokens.fractions, int(tokens.reader.sequence_lengths.sum(dtype=np.int64))
+    fractions, total = tokens.fractions, tokens.num_tokens
     if fractions is WHOLE:
         return total >= shortest
     if total > shortest and divides_documents(tokens.reader, fractions, shortest):
@@ -395,7 +405,7 @@ def plan_index(
     tokens = int(lengths.sum(dtype=np.int64))
     if tokens == 0:
         raise DataError(
-            f"the {split} split of {name} has {len(lengths)} documents and no token at all; "
+            f"the {split} split of {name} has {counted(len(lengths), 'document')} and no token at all; "
             "leave this data set out, or preprocess it again from documents that have text"
         )
     plan = GPTIndexPlan(
@@ -408,7 +418,7 @@ def plan_index(
     )
     if plan.samples == 0:
         raise DataError(
-            f"the {split} split of {name} has {tokens} tokens in {len(lengths)} documents, too few for one "
+            f"the {split} split of {name} has {tokens} tokens in {counted(len(lengths), 'document')}, too few for one "
             f"sample of data.seq_length={sequence_length} (which needs {sequence_length + extra}); "
             f'give {split} a larger share (data.split="80,20,0"), add text, or make data.seq_length smaller'
         )

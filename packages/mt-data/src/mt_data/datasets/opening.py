@@ -11,6 +11,8 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Protocol
 
+import numpy as np
+
 from mt_core.errors import ConfigError, DataError
 from mt_core.interfaces import Dataset, Split, SplitRequest, Tokenizer
 from mt_core.paths import as_path
@@ -41,6 +43,11 @@ class OpenedTokens:
     fractions: SplitFractions
     split: Split
     cache: IndexCache
+
+    @property
+    def num_tokens(self) -> int:
+        """Tokens of all splits."""
+        return int(self.reader.sequence_lengths.sum(dtype=np.int64))
 
     def elements(self, count: int, what: str) -> range:
         """The elements of the split among `count` documents or sequences (`what`, for the message).
@@ -84,6 +91,7 @@ def build_from_files(
     *,
     raw_text: RawTextOptions | None = None,
     is_too_short: Callable[[OpenedTokens], bool] | None = None,
+    is_indivisible: Callable[[OpenedTokens], bool] = lambda tokens: False,
 ) -> BuiltSplit:
     """The data set, or blend of data sets, of `request.split`; None for a split without data.
 
@@ -91,12 +99,15 @@ def build_from_files(
     raw_text: how raw text is read; None takes token files only.
     is_too_short: whether a token file cannot give each split a sample. Where one of several without weights is, they
         are read as one file. It must not depend on `request.split`, so that splits stay apart.
+    is_indivisible: whether a token file has no part for one of the splits, whichever is requested. Among others with
+        weights it is used for training as a whole, and for nothing else.
     Raises ConfigError or DataError, which name the file and the key to change.
     """
 
     def build(sources: SplitSources) -> Dataset:
         folder = cache_folder(config, sources.entries)
         cache = IndexCache(folder)
+        weighted = len(sources.entries) > 1 and sources.entries[0].weight is not None
 
         @functools.cache
         def open_one(name: str) -> OpenedTokens:
@@ -104,7 +115,9 @@ def build_from_files(
             # split.
             prefix = _token_file(name, config, tokenizer, raw_text, folder)
             reader = open_tokens(prefix, config, tokenizer)
-            return OpenedTokens(reader, name, sources.fractions, request.split, cache)
+            tokens = OpenedTokens(reader, name, sources.fractions, request.split, cache)
+            is_whole = weighted and request.split == "train" and is_indivisible(tokens)
+            return replace(tokens, fractions=WHOLE) if is_whole else tokens
 
         def build_one(entry: BlendEntry, num_samples: int | None) -> Dataset:
             return make(open_one(entry.prefix), num_samples)
@@ -113,8 +126,10 @@ def build_from_files(
             opened = [open_one(entry.prefix) for entry in sources.entries]
             if short := [tokens.name for tokens in opened if is_too_short(tokens)]:
                 return make(_joined(opened, short), request.num_samples)
-        surplus = config.mid_level_dataset_surplus
-        return build_blend(sources.entries, request, build_one, surplus=surplus, cache=cache)
+        entries, surplus = sources.entries, config.mid_level_dataset_surplus
+        if weighted and sources.fractions is not WHOLE:
+            entries = _divided(entries, [open_one(entry.prefix) for entry in entries], is_indivisible)
+        return build_blend(entries, request, build_one, surplus=surplus, cache=cache)
 
     if request.split == "valid" and config.valid_data_paths is not None:
         return {name: build(SplitSources(entries, WHOLE)) for name, entries in config.valid_data_paths.items()}
@@ -138,6 +153,19 @@ def _joined(opened: Sequence[OpenedTokens], short: Sequence[str]) -> OpenedToken
         )
     reader = JoinedReader([tokens.reader for tokens in opened], names)
     return replace(opened[0], reader=reader, name=_listed(names))
+
+
+def _divided(
+    entries: Sequence[BlendEntry], opened: Sequence[OpenedTokens], is_indivisible: Callable[[OpenedTokens], bool]
+) -> Sequence[BlendEntry]:
+    """The data sets of a blend with weights that have a part for the split that `opened` is of."""
+    whole = [tokens.name for tokens in opened if tokens.fractions is WHOLE]
+    if whole:  # of the training split
+        log.warning(
+            "%s: too short to divide, so that training takes all of it and validation has the others", _listed(whole)
+        )
+    divided = [entry for entry, tokens in zip(entries, opened, strict=True) if not is_indivisible(tokens)]
+    return divided or entries  # where none can be divided, the first one is refused
 
 
 def _listed(names: Sequence[str]) -> str:

@@ -18,6 +18,7 @@ from rich.progress import TextColumn
 from mt_core.commands import need, with_fields
 from mt_core.errors import ConfigError
 from mt_core.paths import as_path, writing
+from mt_core.wording import counted
 from mt_infer.commands.layout import NPROC, SETTINGS, engine_settings, on_ranks, progress_bar
 from mt_infer.commands.sampling import SamplingOptions
 
@@ -70,7 +71,10 @@ def run_file(generator: TextGenerator, source: Path, target: Path, sampling: Sam
         done = generate_file(generator, source, target, sampling, show)
     seconds = time.monotonic() - started
     failed = f"; {done.failed} could not be served (their lines have an error)" if done.failed else ""
-    console.print(f"{target}: {done.lines:,} lines, {done.tokens:,} tokens in {seconds:.1f} s{failed}", soft_wrap=True)
+    console.print(
+        f"{target}: {counted(done.lines, 'line')}, {counted(done.tokens, 'token')} in {seconds:.1f} s{failed}",
+        soft_wrap=True,
+    )
 
 
 class Request(NamedTuple):

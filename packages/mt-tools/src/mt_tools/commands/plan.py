@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from mt_core.commands import host_of
+from mt_core.wording import counted
 from mt_tools.commands.tables import GIB, gib, number_table
 
 if TYPE_CHECKING:
@@ -51,7 +52,9 @@ STEP_PARTS = ("products", "messages", "waiting", "end")
 
 def plan(
     context: typer.Context,
-    config: Annotated[Path | None, typer.Argument(help="TOML or JSON file.", show_default=False)] = None,
+    config: Annotated[
+        Path | None, typer.Argument(help="TOML, YAML or JSON file, or a preset.", show_default=False)
+    ] = None,
     world_size: Annotated[int, typer.Option(help="Ranks.", min=1, show_default=False)] = 1,
     preset: Annotated[str | None, typer.Option(help="Values to start from.", show_default=False)] = None,
     set_: Annotated[
@@ -148,9 +151,9 @@ def _length(config: Path | None, preset: str | None, settings: list[str], host: 
     """A length of the run, which changes nothing of a plan, where only a preset is given and has none."""
     from mt_core.config.loading import load_sections
 
-    if config is not None:
+    if config is not None and config.exists():
         return []
-    train = load_sections(["train"], preset=preset, overrides=settings, host=host).train
+    train = load_sections(["train"], config, preset=preset, overrides=settings, host=host).train
     lengths = (train.train_iters, train.train_samples, train.train_epochs)
     return ["train.train_iters=1"] if all(length is None for length in lengths) else []
 
@@ -226,7 +229,8 @@ def _print_plan(layout_plan: LayoutPlan, values: dict[str, Any], machine: Machin
     console = Console(highlight=False)
     layout = " x ".join(f"{name} {size}" for name, size in values["layout"].items() if size > 1 and name in DENSE)
     console.print(
-        f"{layout_plan.world} ranks: {layout or 'one process'}; {layout_plan.micro_batches} micro-batches a step"
+        f"{counted(layout_plan.world, 'rank')}: {layout or 'one process'}; "
+        f"{layout_plan.micro_batches} micro-batches a step"
     )
     parameters = values["parameters"]
     active = f", of which a token uses {parameters['active']:,}" if parameters["active"] != parameters["total"] else ""
@@ -244,7 +248,7 @@ def _print_plan(layout_plan: LayoutPlan, values: dict[str, Any], machine: Machin
     if layout_plan.ramp_up:
         (first, _), (last, _) = layout_plan.ramp_up[0], layout_plan.ramp_up[-1]
         growing = sum(steps for size, steps in layout_plan.ramp_up if size < last)
-        console.print(f"\nglobal batch from {first} to {last} samples over {growing:,} steps")
+        console.print(f"\nglobal batch from {first} to {last} samples over {counted(growing, 'step')}")
     console.print(
         f"\n{layout_plan.flops_per_token:.4g} FLOPs a token, {layout_plan.flops_per_step:.4g} a step; "
         f"bubble {layout_plan.bubble:.1%}"
@@ -339,8 +343,8 @@ def _search(
         return
     console = Console(highlight=False)
     console.print(
-        f"{world} ranks of {limit:.1f} GiB, global batch {config.train.global_batch_size}: {values['legal']} legal "
-        f"layouts looked at, {values['fitting']} fit"
+        f"{counted(world, 'rank')} of {limit:.1f} GiB, global batch {config.train.global_batch_size}: "
+        f"{values['legal']} legal layouts looked at, {values['fitting']} fit"
     )
     if values["layouts"]:
         layout_table, time_table = _search_tables(values["layouts"])

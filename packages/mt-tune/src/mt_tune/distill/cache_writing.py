@@ -14,6 +14,7 @@ from mt_core.parallel.context import wait_for_all
 from mt_core.parallel.first_rank import all_gather_objects, on_first_rank
 from mt_core.train.batch_source import TrainingRun
 from mt_core.train.checkpoint.state import MODEL
+from mt_core.wording import counted
 from mt_tune.distill.cache import (
     DESCRIPTION,
     CacheDescription,
@@ -96,7 +97,7 @@ class _CacheWriter:
         # All files are complete before any rank looks for them.
         wait_for_all()
         self.cache.read_index()
-        self.run.message(f"distributions of the teacher: {len(self.cache)} samples in {self.cache.folder}")
+        self.run.message(f"distributions of the teacher: {counted(len(self.cache), 'sample')} in {self.cache.folder}")
 
     def _add(self, batch: RankBatch) -> None:
         ctx = self.run.ctx

@@ -1,4 +1,4 @@
-"""log.txt: what the console shows in plain mode, with times."""
+"""log.txt: what the console shows in plain mode, and warnings, with times."""
 
 from __future__ import annotations
 
@@ -26,6 +26,9 @@ class LogFile(Callback):
 
     def on_message(self, run: Run, text: str) -> None:
         self._write(stamped(text))
+
+    def on_warning(self, run: Run, text: str) -> None:
+        self._write(stamped(f"warning: {text}"))
 
     def on_train_start(self, run: Run) -> None:
         early, self._early = self._early or [], None

@@ -19,6 +19,7 @@ from mt_core.run_events import TimeAccount
 from mt_core.train.callbacks import Run
 from mt_core.train.checkpoint.state import shapes_of_all_stages
 from mt_core.train.reporting.step_metrics import peak_tflops, unknown_peak
+from mt_core.wording import counted
 
 AXES: Mapping[AxisName, str] = {
     "tp": "tensor parallel",
@@ -56,9 +57,10 @@ def run_summary(run: Run) -> Iterator[str]:
             yield f"with their initial values: {', '.join(run.loaded_weights.initialized)}"
         if run.loaded_weights is not None and run.loaded_weights.left_out:
             yield f"not taken from the checkpoint: {', '.join(run.loaded_weights.left_out)}"
-    if run.config.train.train_epochs is not None:
-        steps = iterations_per_epoch(run.config)
-        yield f"{run.config.train.train_epochs} epochs of {steps} steps of {run.engine.batch_size.full} samples"
+    epochs, steps = run.config.train.train_epochs, iterations_per_epoch(run.config)
+    if epochs is not None and steps is not None:
+        samples = counted(run.engine.batch_size.full, "sample")
+        yield f"{counted(epochs, 'epoch')} of {counted(steps, 'step')} of {samples}"
 
 
 def sums_of_nccl(environment: Mapping[str, str]) -> str:

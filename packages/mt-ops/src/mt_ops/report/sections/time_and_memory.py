@@ -7,6 +7,7 @@ from html import escape
 from typing import Any
 
 from mt_core.run_events import TimeAccount, account
+from mt_core.wording import counted
 from mt_ops.reading.run import Run
 from mt_ops.report.html import Section, clock_time, details, duration, note, size, table
 
@@ -78,7 +79,7 @@ def _ranks_of(run: Run, is_open: bool) -> str:
     rest = note(f"The first {MOST_RANKS} of {len(run.status)} ranks.") if len(run.status) > MOST_RANKS else ""
     if run.planned_memory and not on_device:
         rest += note("Planned are tensors; host memory has the interpreter and its libraries as well.")
-    return details(f"{run.name}: {len(run.status)} ranks", table(headers, rows) + rest, is_open=is_open)
+    return details(f"{run.name}: {counted(len(run.status), 'rank')}", table(headers, rows) + rest, is_open=is_open)
 
 
 def _planned(run: Run, entry: Mapping[str, Any], on_device: bool) -> str:
