@@ -28,7 +28,8 @@ def test_logits_and_gradients_equal_the_reference(host, randomize, keys) -> None
     ("fields", "words"),
     [
         ({"first_k_dense_replace": 2}, "first_k_dense_replace=2 without mlp_layer_types is not supported"),
-        ({"mlp_layer_types": ["dense", "sparse", "dense"]}, "dense layers have to come before sparse ones"),
+        ({"mlp_layer_types": ["dense", "sparse", "moe"]}, "it needs dense or sparse for each of num_hidden_layers=3"),
+        ({"mlp_layer_types": ["dense", "sparse"]}, "it needs dense or sparse for each of num_hidden_layers=3"),
         (
             {"mlp_layer_types": KINDS, "first_k_dense_replace": 1},
             "first_k_dense_replace=1 contradict",

@@ -7,7 +7,8 @@ from dataclasses import replace
 import pytest
 import torch
 from safetensors.torch import load_file
-from tests.ckpt.family_cases import CASES, VOCAB, make_model
+from scripts.model_cards.compare import compare
+from tests.ckpt.family_cases import CASES, VOCAB, Case, make_model
 from tests.models import decoder_reference as dense
 
 from mt_ckpt.hugging_face.family import family_named, read_config
@@ -126,3 +127,46 @@ def make_glm():
     from transformers import GlmMoeDsaConfig
 
     return GlmMoeDsaConfig(**CASES["glm_moe_dsa"].keys).to_dict()
+
+
+# -- dense layers and layers with experts --------------------------------------------------------------
+
+SMALL = ["sparse", "dense", "sparse"]
+"""No number of dense layers says it."""
+MIXED = (
+    *("glm4_moe_lite", "kimi_linear", "bailing_hybrid", "glm5_next", "deepseek_v32", "glm_moe_dsa", "hy_v3", "hy_v4"),
+    *("mimo_v2_flash", "exaone_moe", "inkling_text", "muse_spark", "minimax_m3_vl_text", "mistral_large4", "step3p7"),
+)
+"""Every class with `mlp_layer_types` of dense and sparse layers that a family computes."""
+
+
+def mixed(name: str) -> Case:
+    case = CASES[name]
+    class_name, text = case.parts.get("text_config", ("", case.keys))
+    layers = text["num_hidden_layers"]
+    kinds = (SMALL * layers)[:layers]
+    text = {key: value for key, value in text.items() if key != "first_k_dense_replace"} | {"mlp_layer_types": kinds}
+    if not class_name:
+        return replace(case, keys=text)
+    return replace(case, parts={**case.parts, "text_config": (class_name, text)})
+
+
+@pytest.mark.parametrize("name", MIXED)
+def test_dense_layers_between_others_are_those_of_the_class(host, monkeypatch, name) -> None:
+    """Logits, loss, gradients, the weights and the list that are written, and a greedy continuation."""
+    monkeypatch.setattr("scripts.model_cards.compare.DRAWS", 1)
+    case = mixed(name)
+    compared = compare(case, host)
+    errors = {key: compared[key] for key in ("outputs", "loss", "gradients")}
+    if "fp64" in compared:
+        # Sums of gradients that nearly cancel: both libraries are as far from fp64.
+        assert compared["fp64"]["mt"] < 1.5 * compared["fp64"]["transformers"]
+        del errors["gradients"]
+    assert max(errors.values()) < 1e-5, errors
+    assert compared["weights"]
+    assert compared["greedy"]
+    external = make_model(case).config.to_dict()
+    family = family_named(case.family, host)
+    written = family.write_config(read_config(family, external, host).model)
+    text = external.get("text_config", external)
+    assert written.get("text_config", written)["mlp_layer_types"] == text["mlp_layer_types"]

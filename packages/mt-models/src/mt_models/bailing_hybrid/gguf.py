@@ -26,7 +26,7 @@ from mt_models.blocks.hugging_face_decoder import FULL
 from mt_models.blocks.hugging_face_delta_net import LINEAR
 from mt_models.blocks.hugging_face_moe import BIAS_KEY, renamed
 from mt_models.blocks.moe import MoEOptions
-from mt_models.deepseek.gguf import latent_attention
+from mt_models.deepseek.gguf import latent_attention, require_dense_first
 from mt_models.deepseek.hugging_face import KINDS
 from mt_models.gguf import Exponential, External, GGUFArchitecture, GGUFFamily, Key, Metadata, require
 
@@ -155,6 +155,7 @@ def _require_expressed(external: External) -> None:
     require(external, BIAS_KEY, (True, None), NAME)
     require({"experts": "num_experts" in external}, "experts", (True,), NAME)
     require_scaling(external, ("default", "linear", "yarn"), NAME)
+    require_dense_first(external, NAME)
 
 
 BAILING = GGUFArchitecture(

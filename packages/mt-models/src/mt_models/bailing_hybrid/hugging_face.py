@@ -38,7 +38,6 @@ from mt_models.blocks.hugging_face_moe import (
     ExpertNames,
     expert_rules,
     export_bias,
-    first_dense,
     group_scores,
     import_bias,
     import_groups,
@@ -243,11 +242,12 @@ def _import_experts(external: Mapping[str, Any]) -> dict[str, Any]:
     stated = {key: external[key] for key in (*EXPERTS, deepseek.KINDS) if external.get(key) is not None}
     _require_shared_width({**EXPERTS, **external})
     layers = external["num_hidden_layers"]
-    # The list of kinds counts where a file has it; the default number is that of files without.
-    dense = deepseek.with_dense_counted(stated).get("first_k_dense_replace", EXPERTS["first_k_dense_replace"])
-    if dense >= layers:
+    with_defaults = {**EXPERTS, **BALANCE, **stated, "num_hidden_layers": layers}
+    if deepseek.KINDS in stated:
+        # The class reads the list alone, and writes its default of the number beside it.
+        del with_defaults["first_k_dense_replace"]
+    if not any(deepseek.sparse_layers(with_defaults, dense=2, layers=layers)):
         return {}
-    with_defaults = {**EXPERTS, **BALANCE, **stated, "first_k_dense_replace": dense, "num_hidden_layers": layers}
     with_defaults = {IN_DEEPSEEK.get(key, key): value for key, value in with_defaults.items()}
     _require_normalized(with_defaults)
     moe = deepseek.import_moe(with_defaults, dense=2, shared=1, layers=42, scale=2.5)
@@ -307,7 +307,7 @@ def export_extra(model: Mapping[str, Any]) -> dict[str, Any]:
 
 def _export_experts(config: BailingHybridConfig) -> dict[str, Any]:
     if config.moe is None:
-        return {"first_k_dense_replace": config.num_layers, deepseek.KINDS: ["dense"] * config.num_layers}
+        return deepseek.export_kinds(config)
     moe = MoEOptions(config)
     moe.require(
         KIND,
@@ -316,7 +316,6 @@ def _export_experts(config: BailingHybridConfig) -> dict[str, Any]:
         moe_router_enable_expert_bias=ANY,
         moe_router_group_score_topk=group_scores(moe, 2),
     )
-    dense = first_dense(moe, KIND)
     return {
         **export_bias(moe),
         "num_experts": moe.num_experts,
@@ -327,8 +326,7 @@ def _export_experts(config: BailingHybridConfig) -> dict[str, Any]:
         "routed_scaling_factor": moe["moe_router_topk_scaling_factor"] or 1.0,
         "n_group": moe["moe_router_num_groups"] or 1,
         "topk_group": moe["moe_router_group_topk"] or 1,
-        "first_k_dense_replace": dense,
-        deepseek.KINDS: ["dense"] * dense + ["sparse"] * (config.num_layers - dense),
+        **deepseek.export_kinds(config),
     }
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+from mt_core.errors import ConfigError
 from mt_core.name_map import NameMap, Rule
 from mt_models.blocks.gguf_decoder import (
     DENSE,
@@ -36,6 +37,17 @@ LATENT_QUERIES = {
     "self_attention.q_layernorm": "attn_q_a_norm",
     "self_attention.linear_q_up_proj": "attn_q_b",
 }
+
+
+def require_dense_first(external: External, architecture: str) -> None:
+    """Raise ConfigError for `mlp_layer_types` with dense layers behind others: a file has the number of those that come
+    first."""
+    kinds = list(external["mlp_layer_types"])
+    if kinds != sorted(kinds):
+        raise ConfigError(
+            f"mlp_layer_types={kinds} cannot be written as GGUF of the architecture {architecture}, whose dense layers "
+            "are the first ones"
+        )
 
 
 def name_map(config: DeepseekConfig) -> NameMap:

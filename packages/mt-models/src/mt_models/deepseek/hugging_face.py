@@ -43,7 +43,7 @@ from mt_models.blocks.hugging_face_moe import (
     shared_experts,
 )
 from mt_models.blocks.hugging_face_tower import decoder_within
-from mt_models.blocks.moe import ANY, MoEOptions, frequency_of
+from mt_models.blocks.moe import ANY, MoEConfigLike, MoEOptions, frequency_of
 from mt_models.blocks.prediction_config import PredictionKeys
 from mt_models.deepseek.config import DeepseekConfig
 from mt_models.hugging_face import IGNORED, NOT_A_CHOICE, HuggingFaceFamily, require_value, tied_output
@@ -175,9 +175,7 @@ def model_type_of(config: DeepseekConfig) -> str:
 
 def import_moe(external: Mapping[str, Any], *, dense: int, shared: int, layers: int, scale: float) -> dict[str, Any]:
     """Options of model.moe for both versions; dense, shared, layers, scale: defaults in Hugging Face's format."""
-    layers = external.get("num_hidden_layers", layers)
-    # Files of small models may have a number above their layers: all of them are dense.
-    dense = min(external.get("first_k_dense_replace", dense), layers)
+    sparse = sparse_layers(external, dense=dense, layers=layers)
     ffn = external["moe_intermediate_size"]
     shared_experts = external.get("n_shared_experts", shared)
     # seq_aux: balance within each sequence, Megatron's seq_aux_loss.
@@ -187,7 +185,7 @@ def import_moe(external: Mapping[str, Any], *, dense: int, shared: int, layers: 
         "num_experts": external["n_routed_experts"],
         "moe_router_topk": external["num_experts_per_tok"],
         "moe_ffn_hidden_size": ffn,
-        "moe_layer_freq": frequency_of([False] * dense + [True] * (layers - dense)),
+        "moe_layer_freq": frequency_of(sparse),
         "moe_router_load_balancing_type": [balance],
         "moe_aux_loss_coeff": [float(external.get("aux_loss_alpha", 0.001))],
         **({"moe_shared_expert_intermediate_size": ffn * shared_experts} if shared_experts else {}),
@@ -228,26 +226,35 @@ KINDS = "mlp_layer_types"
 """The feed-forward of each layer, in newer classes; in place of `first_k_dense_replace`."""
 
 
-def with_dense_counted(external: Mapping[str, Any]) -> Mapping[str, Any]:
-    """The same with `mlp_layer_types` as `first_k_dense_replace`. Raises ConfigError where a file has both and they
-    differ, or dense layers behind others."""
-    if (kinds := external.get(KINDS)) is None:
-        return external
-    dense = list(kinds).count("dense")
-    if list(kinds) != ["dense"] * dense + ["sparse"] * (len(kinds) - dense):
-        raise ConfigError(f"{KINDS}={list(kinds)} is not supported: dense layers have to come before sparse ones")
-    stated = external.get("first_k_dense_replace")
-    if stated is not None and min(stated, len(kinds)) != dense:
-        raise ConfigError(f"{KINDS} with {dense} dense layers and first_k_dense_replace={stated} contradict each other")
-    return {**external, "first_k_dense_replace": dense}
+def sparse_layers(external: Mapping[str, Any], *, dense: int, layers: int) -> list[bool]:
+    """For each layer whether it has experts, by `mlp_layer_types`, else by `first_k_dense_replace`. dense, layers:
+    defaults of the latter and of `num_hidden_layers`. Raises ConfigError for other kinds or another number of them, and
+    where a file has both keys and they differ."""
+    layers = external.get("num_hidden_layers", layers)
+    kinds, stated = external.get(KINDS), external.get("first_k_dense_replace")
+    # Files of small models may have a number above their layers: all of them are dense.
+    counted = [number >= (dense if stated is None else stated) for number in range(layers)]
+    if kinds is None:
+        return counted
+    if len(kinds) != layers or set(kinds) - {"dense", "sparse"}:
+        raise ConfigError(
+            f"{KINDS}={list(kinds)} is not supported; it needs dense or sparse for each of num_hidden_layers={layers}"
+        )
+    sparse = [kind == "sparse" for kind in kinds]
+    if stated is not None and sparse != counted:
+        raise ConfigError(f"{KINDS}={list(kinds)} and first_k_dense_replace={stated} contradict each other")
+    return sparse
 
 
-def _all_dense(external: Mapping[str, Any], default: int, layers: int) -> bool:
-    return bool(external.get("first_k_dense_replace", default) >= external.get("num_hidden_layers", layers))
+def export_kinds(config: MoEConfigLike) -> dict[str, Any]:
+    """`mlp_layer_types`, and the number of dense layers where they come first."""
+    sparse = [False] * config.num_layers if config.moe is None else MoEOptions(config).layers
+    counted = {"first_k_dense_replace": sparse.count(False)} if sparse == sorted(sparse) else {}
+    return {**counted, KINDS: ["sparse" if experts else "dense" for experts in sparse]}
 
 
 def v2_import_extra(external: Mapping[str, Any]) -> dict[str, Any]:
-    if _all_dense(external, default=0, layers=32):
+    if not any(sparse_layers(external, dense=0, layers=32)):
         return import_shared(external)
     moe = import_moe(external, dense=0, shared=2, layers=32, scale=1.0)
     # V2 takes the softmax over all experts and does not renormalize the chosen ones.
@@ -261,7 +268,7 @@ def v2_import_extra(external: Mapping[str, Any]) -> dict[str, Any]:
 def v3_import_extra(external: Mapping[str, Any]) -> dict[str, Any]:
     _require_rotated(external)
     values = {**import_shared(external), "mtp_num_layers": external.get("num_nextn_predict_layers", 0)}
-    if _all_dense(external, default=3, layers=61):
+    if not any(sparse_layers(external, dense=3, layers=61)):
         return values
     require_normalized(external)
     moe = import_moe(external, dense=3, shared=1, layers=61, scale=2.5)
@@ -287,9 +294,11 @@ def export_shared(config: DeepseekConfig) -> dict[str, Any]:
     }
 
 
-def export_moe(config: DeepseekConfig, moe: MoEOptions) -> dict[str, Any]:
+def export_moe(config: DeepseekConfig, moe: MoEOptions, *, listed: bool = False) -> dict[str, Any]:
+    """listed: whether the class has `mlp_layer_types`, which says what a number of dense layers cannot."""
     kind = model_type_of(config)
-    dense, shared = first_dense(moe, kind), shared_experts(moe, kind)
+    kinds = export_kinds(config) if listed else {"first_k_dense_replace": first_dense(moe, kind)}
+    shared = shared_experts(moe, kind)
     types = moe.options.get("moe_router_load_balancing_type", ["aux_loss"])
     coefficients = moe.options.get("moe_aux_loss_coeff") or [0.01]
     return {
@@ -298,7 +307,7 @@ def export_moe(config: DeepseekConfig, moe: MoEOptions) -> dict[str, Any]:
         "n_shared_experts": shared,
         "num_experts_per_tok": moe.topk,
         "moe_intermediate_size": moe.ffn_size,
-        "first_k_dense_replace": dense,
+        **kinds,
         "routed_scaling_factor": moe["moe_router_topk_scaling_factor"] or 1.0,
         "aux_loss_alpha": coefficients[0] if types[0].endswith("loss") else 0.0,
         "seq_aux": types[0] == "seq_aux_loss",
@@ -332,8 +341,8 @@ def v2_export_extra(model: Mapping[str, Any]) -> dict[str, Any]:
     }
 
 
-def v3_export_extra(model: Mapping[str, Any], kind: str = "deepseek_v3") -> dict[str, Any]:
-    """kind: the model_type that is written, for messages."""
+def v3_export_extra(model: Mapping[str, Any], kind: str = "deepseek_v3", *, listed: bool = False) -> dict[str, Any]:
+    """kind: the model_type that is written, for messages. listed: see export_moe."""
     config = DeepseekConfig.model_validate(model)
     if config.moe is None:
         counted = config.num_layers + config.mtp_num_layers  # the layers of prediction are dense, too
@@ -352,7 +361,7 @@ def v3_export_extra(model: Mapping[str, Any], kind: str = "deepseek_v3") -> dict
         moe_router_group_score_topk=scores,
     )
     return {
-        **export_moe(config, moe),
+        **export_moe(config, moe, listed=listed),
         **export_bias(moe),
         "norm_topk_prob": moe.topk > 1,
         "topk_method": "noaux_tc",

@@ -3,7 +3,7 @@ those of the indexer."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from typing import Any
 
 from mt_core.config.layer_pattern import pattern_of
@@ -12,7 +12,7 @@ from mt_core.errors import ConfigError
 from mt_core.name_map import NameMap, Rule, Same
 from mt_models.blocks.hugging_face_decoder import OURS, ROPE_KEYS, THEIRS, decoder_fields, decoder_name_map
 from mt_models.blocks.hugging_face_moe import BIAS_KEY, MOE_IGNORED
-from mt_models.blocks.moe import MoEOptions, frequency_of
+from mt_models.blocks.moe import MoEOptions
 from mt_models.deepseek import hugging_face as deepseek
 from mt_models.deepseek_v32.config import DeepseekV32Config
 from mt_models.hugging_face import IGNORED, HuggingFaceFamily, require_value
@@ -62,29 +62,15 @@ def import_extra(external: Mapping[str, Any], defaults: Mapping[str, Any]) -> di
     if external.get("q_lora_rank", 1) is None:
         raise ConfigError("q_lora_rank=None is not supported: the queries of the indexer come from the same latent")
     with_defaults = {**defaults, **{key: value for key, value in external.items() if value is not None}}
-    feed_forwards = with_defaults.get(deepseek.KINDS)
-    if feed_forwards is not None:
+    if with_defaults.get(deepseek.KINDS) is not None:
         # The classes read it alone, and write the other beside it.
-        with_defaults["first_k_dense_replace"] = _require_kinds(feed_forwards, with_defaults).count("dense")
+        with_defaults.pop("first_k_dense_replace", None)
     # These classes set it to qk_rope_head_dim, whatever a file says.
     with_defaults.pop("head_dim", None)
     kinds = with_defaults.pop("layer_types", None)
     if kinds is not None and set(kinds) != {"indexed_attention"}:
         raise ConfigError(f"layer_types={kinds} is not supported; every layer can be indexed_attention alone")
-    values = deepseek.v3_import_extra(with_defaults)
-    if feed_forwards is not None and "moe" in values:
-        values["moe"]["moe_layer_freq"] = frequency_of([kind == "sparse" for kind in feed_forwards])
-    return values
-
-
-def _require_kinds(kinds: Sequence[str], external: Mapping[str, Any]) -> list[str]:
-    layers = external.get("num_hidden_layers", 61)
-    if len(kinds) != layers or set(kinds) - {"dense", "sparse"}:
-        raise ConfigError(
-            f"{deepseek.KINDS}={list(kinds)} is not supported; it needs dense or sparse for each of num_hidden_layers="
-            f"{layers}"
-        )
-    return list(kinds)
+    return deepseek.v3_import_extra(with_defaults)
 
 
 def import_sharing(external: Mapping[str, Any]) -> dict[str, Any]:
@@ -142,7 +128,10 @@ def export_extra(model: Mapping[str, Any]) -> dict[str, Any]:
     kind = model_type_of(config)
     require_value(config, "dsa_indexer_k_norm_epsilon", (1e-6,), kind)
     require_value(config, "dsa_dense_warmup", (False,), kind)
-    values = _export_feed_forwards(config, kind)
+    ordered = config.moe is None or MoEOptions(config).first_dense is not None
+    own_keys = {key for key in DeepseekV32Config.model_fields if key.startswith("dsa_")}
+    # Dense layers behind others: the list of the classes says it, which no number can.
+    values = deepseek.v3_export_extra(config.model_dump(mode="json", exclude=own_keys), kind, listed=not ordered)
     values["head_dim"] = config.qk_pos_emb_head_dim
     if kind == GLM:
         values["indexer_types"] = [
@@ -152,22 +141,6 @@ def export_extra(model: Mapping[str, Any]) -> dict[str, Any]:
         require_value(config, "dsa_indexer_topk_freq", (1,), kind)
         require_value(config, "dsa_indexer_pattern", (None,), kind)
     return values
-
-
-def _export_feed_forwards(config: DeepseekV32Config, kind: str) -> dict[str, Any]:
-    model = config.model_dump(mode="json", exclude=_own_keys())
-    sparse = [] if config.moe is None else MoEOptions(config).layers
-    if sparse == sorted(sparse):
-        return deepseek.v3_export_extra(model, kind)
-    # Dense layers behind others: the list of the classes says it, which no number can.
-    ordered = {**model["moe"], "moe_layer_freq": frequency_of(sorted(sparse))}
-    values = deepseek.v3_export_extra({**model, "moe": ordered}, kind)
-    del values["first_k_dense_replace"]
-    return {**values, deepseek.KINDS: ["sparse" if experts else "dense" for experts in sparse]}
-
-
-def _own_keys() -> set[str]:
-    return {key for key in DeepseekV32Config.model_fields if key.startswith("dsa_")}
 
 
 def _map(kind: str, *, positions: int, epsilon: float, heads: int, sizes: Mapping[str, int], **parts: Any) -> ConfigMap:

@@ -4,19 +4,13 @@ from __future__ import annotations
 
 from typing import Any
 
-from mt_core.errors import ConfigError
 from mt_models.blocks.gguf_decoder import tied_output
 from mt_models.deepseek import gguf as deepseek
 from mt_models.gguf import External, GGUFArchitecture, GGUFFamily
 
 
 def write(external: External) -> dict[str, Any]:
-    kinds = list(external["mlp_layer_types"])
-    if kinds != sorted(kinds):  # dense before sparse
-        raise ConfigError(
-            f"mlp_layer_types={kinds} cannot be written as GGUF of the architecture deepseek2, whose dense layers are "
-            "the first ones"
-        )
+    deepseek.require_dense_first(external, "deepseek2")
     return {**deepseek.write(external), "expert_gating_func": deepseek.SIGMOID}
 
 

@@ -9,7 +9,6 @@ from mt_core.config_map import ConfigMap, Field, Fixed
 from mt_core.errors import ConfigError
 from mt_models.blocks.hugging_face_decoder import ROPE_KEYS, decoder_fields
 from mt_models.blocks.hugging_face_moe import BIAS_KEY, MOE_IGNORED
-from mt_models.blocks.moe import MoEOptions
 from mt_models.deepseek import hugging_face as deepseek
 from mt_models.deepseek.config import DeepseekConfig
 from mt_models.hugging_face import IGNORED, HuggingFaceFamily
@@ -29,8 +28,11 @@ DEFAULTS: Mapping[str, Any] = {
 def import_extra(external: Mapping[str, Any]) -> dict[str, Any]:
     _require_dense_layers(external)
     _require_whole_rotation(external)
-    stated = deepseek.with_dense_counted(external)
-    return deepseek.v3_import_extra({**DEFAULTS, **{key: value for key, value in stated.items() if value is not None}})
+    stated = {key: value for key, value in external.items() if value is not None}
+    defaults = dict(DEFAULTS)
+    if deepseek.KINDS in stated:
+        del defaults["first_k_dense_replace"]
+    return deepseek.v3_import_extra({**defaults, **stated})
 
 
 def _require_dense_layers(external: Mapping[str, Any]) -> None:
@@ -52,10 +54,7 @@ def _require_whole_rotation(external: Mapping[str, Any]) -> None:
 
 def export_extra(model: Mapping[str, Any]) -> dict[str, Any]:
     config = DeepseekConfig.model_validate(model)
-    sparse = [False] * config.num_layers if config.moe is None else MoEOptions(config).layers
-    kinds = ["sparse" if experts else "dense" for experts in sparse]
-    values = deepseek.v3_export_extra(model, LITE)
-    return {**values, deepseek.KINDS: kinds, "first_k_dense_replace": kinds.count("dense")}
+    return {**deepseek.v3_export_extra(model, LITE, listed=True), **deepseek.export_kinds(config)}
 
 
 SIZES = {"q_lora_rank": 768, "qk_nope_head_dim": 192, "v_head_dim": 256}

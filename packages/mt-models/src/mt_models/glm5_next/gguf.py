@@ -21,7 +21,7 @@ from mt_models.blocks.gguf_kimi_delta_net import DECAY, LOW_RANK, kimi_delta_net
 from mt_models.blocks.hugging_face_delta_net import LINEAR
 from mt_models.blocks.hugging_face_moe import BIAS_KEY, renamed
 from mt_models.blocks.moe import MoEOptions
-from mt_models.deepseek.gguf import latent_attention
+from mt_models.deepseek.gguf import latent_attention, require_dense_first
 from mt_models.deepseek.hugging_face import KINDS
 from mt_models.gguf import External, GGUFArchitecture, GGUFFamily, Key, Metadata, NegativeExponential, require
 from mt_models.glm5_next.config import Glm5NextConfig
@@ -169,6 +169,7 @@ def _require_expressed(external: External) -> None:
     require(external, "hc_mult", (STREAM_COUNT,), NAME)
     require(external, "linear_num_heads", (external["num_attention_heads"],), NAME)
     require(external, BIAS_KEY, (True, None), NAME)
+    require_dense_first(external, NAME)
     require({"experts": "n_routed_experts" in external}, "experts", (True,), NAME)
 
 

@@ -33,7 +33,6 @@ from mt_models.blocks.hugging_face_moe import (
     expert_rules,
     export_balance,
     export_bias,
-    first_dense,
     group_scores,
     import_bias,
     import_groups,
@@ -223,10 +222,11 @@ def _require_own_indexers(external: Mapping[str, Any], kinds: Sequence[str]) -> 
 def _import_experts(external: Mapping[str, Any]) -> dict[str, Any]:
     stated = {key: external[key] for key in (*EXPERTS, deepseek.KINDS) if external.get(key) is not None}
     layers = external["num_hidden_layers"]
-    dense = deepseek.with_dense_counted(stated).get("first_k_dense_replace", EXPERTS["first_k_dense_replace"])
-    if dense >= layers:
+    with_defaults = {**EXPERTS, **stated, "num_hidden_layers": layers}
+    if deepseek.KINDS in stated and "first_k_dense_replace" not in stated:
+        del with_defaults["first_k_dense_replace"]
+    if not any(deepseek.sparse_layers(with_defaults, dense=3, layers=layers)):
         return {}
-    with_defaults = {**EXPERTS, **stated, "first_k_dense_replace": dense, "num_hidden_layers": layers}
     require_normalized(with_defaults)
     moe = deepseek.import_moe(with_defaults, dense=3, shared=1, layers=45, scale=2.5)
     moe |= {
@@ -261,7 +261,7 @@ def export_extra(model: Mapping[str, Any]) -> dict[str, Any]:
 
 def _export_experts(config: Glm5NextConfig) -> dict[str, Any]:
     if config.moe is None:
-        return {deepseek.KINDS: ["dense"] * config.num_layers}
+        return _export_kinds(config)
     moe = MoEOptions(config)
     moe.require(
         KIND,
@@ -270,7 +270,6 @@ def _export_experts(config: Glm5NextConfig) -> dict[str, Any]:
         moe_router_enable_expert_bias=ANY,
         moe_router_group_score_topk=group_scores(moe, 2),
     )
-    dense = first_dense(moe, KIND)
     return {
         **export_bias(moe),
         **export_balance(moe),
@@ -282,8 +281,13 @@ def _export_experts(config: Glm5NextConfig) -> dict[str, Any]:
         "routed_scaling_factor": moe["moe_router_topk_scaling_factor"] or 1.0,
         "n_group": moe["moe_router_num_groups"] or 1,
         "topk_group": moe["moe_router_group_topk"] or 1,
-        deepseek.KINDS: ["dense"] * dense + ["sparse"] * (config.num_layers - dense),
+        **_export_kinds(config),
     }
+
+
+def _export_kinds(config: Glm5NextConfig) -> dict[str, Any]:
+    """The list alone: the class has no number of dense layers."""
+    return {deepseek.KINDS: deepseek.export_kinds(config)[deepseek.KINDS]}
 
 
 COUNT = "num_nextn_predict_layers"

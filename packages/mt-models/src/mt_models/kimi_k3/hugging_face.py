@@ -28,7 +28,7 @@ from mt_models.blocks.hugging_face_decoder import (
     feed_forward_rules,
     norm_rules,
 )
-from mt_models.blocks.hugging_face_moe import BIAS_KEY, MOE_IGNORED, expert_rules
+from mt_models.blocks.hugging_face_moe import BIAS_KEY, MOE_IGNORED, expert_rules, first_dense
 from mt_models.blocks.hugging_face_tower import OF_PICTURES, TOWER_KEYS
 from mt_models.blocks.moe import ANY, MoEOptions
 from mt_models.deepseek import hugging_face as deepseek
@@ -171,6 +171,8 @@ def export_text(model: Mapping[str, Any]) -> dict[str, Any]:
     require_value(config, "untie_embeddings_and_output_weights", (True,), KIND)
     require_value(config, "latent_epsilon", (deepseek.NORM_EPSILON,), KIND)
     bound = config.linear_decay_lower_bound
+    if config.moe is not None:
+        first_dense(MoEOptions(config), KIND)  # raises for what the number, the only key here, cannot say
     experts = kimi_linear.export_experts(config, KIND, moe_latent_size=ANY)
     return {
         TABLE: {**kimi_linear.export_table(config), FULL_RANK: True, BOUND: bound},

@@ -19,7 +19,7 @@ from mt_models.blocks.hugging_face_decoder import FULL
 from mt_models.blocks.hugging_face_delta_net import LINEAR
 from mt_models.blocks.hugging_face_moe import BIAS_KEY
 from mt_models.blocks.moe import MoEOptions
-from mt_models.deepseek.gguf import latent_attention
+from mt_models.deepseek.gguf import latent_attention, require_dense_first
 from mt_models.gguf import External, GGUFArchitecture, GGUFFamily, Key, Metadata, NegativeExponential, require
 from mt_models.kimi_linear.config import KimiLinearConfig
 
@@ -61,6 +61,7 @@ def read(metadata: Metadata) -> dict[str, Any]:
 
 
 def write(external: External) -> dict[str, Any]:
+    require_dense_first(external, "kimi-linear")
     require(external, "linear_num_heads", (external["num_attention_heads"],), "kimi-linear")
     require(external, "num_expert_group", (1, None), "kimi-linear")
     require(external, BIAS_KEY, (True, None), "kimi-linear")

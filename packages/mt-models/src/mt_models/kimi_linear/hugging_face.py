@@ -31,7 +31,6 @@ from mt_models.blocks.hugging_face_moe import (
     ExpertNames,
     expert_rules,
     export_bias,
-    first_dense,
     group_scores,
     import_bias,
     import_groups,
@@ -176,7 +175,6 @@ def layer_kinds(external: Mapping[str, Any], table: Mapping[str, Any]) -> Sequen
 def import_experts(external: Mapping[str, Any]) -> dict[str, Any]:
     """`moe` where a layer has experts."""
     fields = {
-        "first_k_dense_replace": 1,
         "n_routed_experts": external.get("num_experts", 256),
         "num_experts_per_tok": external.get("num_experts_per_token", 8),
         "n_shared_experts": external.get("num_shared_experts", 1),
@@ -187,11 +185,8 @@ def import_experts(external: Mapping[str, Any]) -> dict[str, Any]:
     for key in ("first_k_dense_replace", deepseek.KINDS, "routed_scaling_factor"):
         if external.get(key) is not None:
             fields[key] = external[key]
-    counted = deepseek.with_dense_counted(
-        fields if deepseek.KINDS not in fields else _without_default(fields, external)
-    )
-    layers = counted["num_hidden_layers"]
-    if counted["first_k_dense_replace"] >= layers:
+    layers = fields["num_hidden_layers"]
+    if not any(deepseek.sparse_layers(fields, dense=1, layers=layers)):
         return {}
     several = fields["num_experts_per_tok"] > 1
     if bool(external.get("moe_renormalize", True)) != several:
@@ -199,16 +194,10 @@ def import_experts(external: Mapping[str, Any]) -> dict[str, Any]:
             f"moe_renormalize={external.get('moe_renormalize', True)} is not supported; it can be {several}, since "
             f"num_experts_per_token={fields['num_experts_per_tok']}"
         )
-    moe = deepseek.import_moe(counted, dense=1, shared=1, layers=layers, scale=2.446)
+    moe = deepseek.import_moe(fields, dense=1, shared=1, layers=layers, scale=2.446)
     groups = {"n_group": external.get("num_expert_group", 1), "topk_group": external.get("topk_group", 1)}
     moe |= {"moe_router_score_function": "sigmoid", **import_bias(external), **import_groups(groups, score_topk=2)}
     return {"moe": moe}
-
-
-def _without_default(fields: Mapping[str, Any], external: Mapping[str, Any]) -> dict[str, Any]:
-    """The list of kinds counts where a file has it; the number stands beside it only if the file has it, too."""
-    stated = external.get("first_k_dense_replace")
-    return {**fields, "first_k_dense_replace": stated}
 
 
 def export_extra(model: Mapping[str, Any]) -> dict[str, Any]:
@@ -247,7 +236,7 @@ def export_table(config: KimiLinearConfig) -> dict[str, Any]:
 def export_experts(config: KimiLinearConfig, kind: str = KIND, **expressed: tuple[Any, ...]) -> dict[str, Any]:
     """expressed: options of model.moe that the format `kind` can express beside those of this one."""
     if config.moe is None:
-        return {"first_k_dense_replace": config.num_layers, deepseek.KINDS: ["dense"] * config.num_layers}
+        return deepseek.export_kinds(config)
     moe = MoEOptions(config)
     moe.require(
         kind,
@@ -257,7 +246,6 @@ def export_experts(config: KimiLinearConfig, kind: str = KIND, **expressed: tupl
         moe_router_enable_expert_bias=ANY,
         moe_router_group_score_topk=group_scores(moe, 2),
     )
-    dense = first_dense(moe, kind)
     return {
         **export_bias(moe),
         "num_experts": moe.num_experts,
@@ -268,8 +256,7 @@ def export_experts(config: KimiLinearConfig, kind: str = KIND, **expressed: tupl
         "routed_scaling_factor": moe["moe_router_topk_scaling_factor"] or 1.0,
         "num_expert_group": moe["moe_router_num_groups"] or 1,
         "topk_group": moe["moe_router_group_topk"] or 1,
-        "first_k_dense_replace": dense,
-        deepseek.KINDS: ["dense"] * dense + ["sparse"] * (config.num_layers - dense),
+        **deepseek.export_kinds(config),
     }
 
 

@@ -26,7 +26,7 @@ from mt_models.blocks.hugging_face_decoder import (
 )
 from mt_models.blocks.hugging_face_moe import MOE_IGNORED, SILU, ExpertNames, expert_rules, shared_experts
 from mt_models.blocks.hugging_face_tower import OF_PICTURES, TOWER_KEYS
-from mt_models.blocks.moe import MoEOptions, frequency_of
+from mt_models.blocks.moe import MoEOptions
 from mt_models.deepseek import hugging_face as deepseek
 from mt_models.deepseek_v32.hugging_face import FULL, SHARED, SHARING, import_sharing
 from mt_models.hugging_face import IGNORED, NOT_A_CHOICE, HuggingFaceFamily, require_value
@@ -257,9 +257,11 @@ def _import_experts(stated: Mapping[str, Any], layers: int) -> dict[str, Any]:
         return {}
     if stated.get("n_shared_experts") == 0:
         raise ConfigError("n_shared_experts=0 is not supported; it can be 1 or more")
-    moe = deepseek.import_moe(stated, dense=0, shared=1, layers=72, scale=1.0)
+    # The class reads the list alone, and writes the number beside it.
+    listed = {key: value for key, value in stated.items() if key != "first_k_dense_replace"}
+    moe = deepseek.import_moe({**listed, KINDS: kinds[:layers]}, dense=0, shared=1, layers=layers, scale=1.0)
     # The class keeps the router's matrix in fp32.
-    return {"moe": {**moe, "moe_layer_freq": frequency_of(sparse), "moe_router_weight_in_fp32": True}}
+    return {"moe": {**moe, "moe_router_weight_in_fp32": True}}
 
 
 def export_text(model: Mapping[str, Any]) -> dict[str, Any]:
