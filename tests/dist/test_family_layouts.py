@@ -95,6 +95,7 @@ FAMILIES: dict[str, dict[str, Any]] = {
         "hy_v4",
     )
 }
+MIXED = "glm4_moe_lite with dense layers between"
 UNSHARED = "mistral_large4 without shared latents"
 ON_DEMAND = ("lfm3", "afmoe", "longcat_flash", "mistral_large4", UNSHARED)
 ON_DEMAND += (
@@ -140,6 +141,11 @@ FAMILIES["glm4_moe that predicts"] = {
     "add_qkv_bias": True,
     "mtp_num_layers": 1,
 }
+FAMILIES[MIXED] = {
+    **FAMILIES["glm4_moe_lite"],
+    "num_layers": 4,
+    "moe": {**FAMILIES["glm4_moe_lite"]["moe"], "moe_layer_freq": "([1]*1+[0]*2+[1]*1)"},
+}
 ON_DEMAND += tuple(f"{name} that predicts" for name in (*PREDICTING, "glm4_moe"))
 REFUSED = {("phi3", "cp"), ("gemma4", "pp"), ("qwen_next that predicts", "cp"), ("nemotron_3", "cp")}
 # Layers of the second stage would read latents of the first.
@@ -165,6 +171,7 @@ ALIKE = {
     # Rotary embeddings and causal attention of all positions in every layer, as llama's in test_layouts.py: scales of
     # outputs and norms of heads are of single positions.
     *((name, "cp") for name in ("olmo", "olmo2", "seed_oss", "granite", "hunyuan", "minimax_m2", "glm4_moe_lite")),
+    (MIXED, "cp"),
     # Layers that do not depend on their number; those of smollm3, exaone4 and llama4 do.
     *(
         (name, "pp")

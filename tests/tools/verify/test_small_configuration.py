@@ -354,3 +354,27 @@ def test_windows_in_any_order_of_layers_become_an_interval() -> None:
     config = load_config_anywhere(preset="gemma3-1b", overrides=layers, host=load_plugins()).config
     shrunk: Any = shrink(config, load_plugins()).model
     assert (shrunk.num_layers, shrunk.sliding_window_pattern) == (2, 2)
+
+
+@pytest.mark.parametrize(
+    ("pattern", "stages", "becomes"),
+    [
+        ("([0]*3+[1]*58)", 2, "([0]*1+[1]*2)"),
+        ("([1]*61)", 1, "([1]*2)"),
+        # Dense layers behind others: a stage of the second layer alone has no experts.
+        ("([0]*1+[1]*20+[0]*1+[1]*39)", 1, "([1]*1+[0]*1)"),
+        ("([0]*1+[1]*20+[0]*1+[1]*39)", 2, "([1]*1+[0]*1+[1]*1)"),
+        ("([1]*30+[0]*31)", 2, "([1]*2+[0]*1)"),
+    ],
+)
+def test_dense_layers_stay_behind_and_between_layers_with_experts(pattern: str, stages: int, becomes: str) -> None:
+    settings = [f"model.moe.moe_layer_freq={pattern!r}", f"parallel.pipeline_model_parallel_size={stages}"]
+    if stages == 2:
+        settings += ["parallel.num_layers_in_first_pipeline_stage=31"]
+    asked_for = load_config_anywhere(
+        preset="deepseek-v3",
+        overrides=["train.train_iters=9", "model.mtp_num_layers=0", *settings],
+        host=load_plugins(),
+    )
+    made = shrink(asked_for.config, load_plugins()).model.model_dump()
+    assert (made["num_layers"], made["moe"]["moe_layer_freq"]) == (stages + 1, becomes)

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import math
-import re
 from collections.abc import Mapping
-from itertools import count
+from itertools import count, pairwise
 from typing import Any
 
 from mt_core.config.checks import as_world, check_config
+from mt_core.config.layer_pattern import MOE_LAYER_FREQ, parse_pattern, pattern_of
 from mt_core.config.loading import config_from_dict
 from mt_core.config.metrics import configured_loss
 from mt_core.config.parallel import ParallelConfig
@@ -222,9 +222,19 @@ def _shrink_experts(model: dict[str, Any], divisors: Divisors, same_rounds: bool
     if moe.get("moe_router_hash_layers"):
         moe["moe_router_hash_layers"] = 1
     if isinstance(frequency := moe.get("moe_layer_freq"), str | list):
-        # A pattern with dense layers keeps one of them, at the beginning.
-        dense = 1 if re.search(r"(?<!\d)0(?!\d)", str(frequency)) else 0
-        moe["moe_layer_freq"] = f"[0]*{dense}+[1]*{model['num_layers'] - dense}"
+        sparse = [bool(entry) for entry in parse_pattern(str(frequency), MOE_LAYER_FREQ)]
+        moe["moe_layer_freq"] = pattern_of(_fewer_layers(sparse, model["num_layers"]))
+
+
+def _fewer_layers(sparse: list[bool], num_layers: int) -> list[bool]:
+    """For each of a few layers whether it has experts: one dense layer at the beginning where dense layers come first;
+    else layers that follow one another in the model, with a dense one behind one with experts and most changes of
+    kind."""
+    if sparse == sorted(sparse):
+        return [layer >= int(not all(sparse)) for layer in range(num_layers)]
+    longer = sparse + sparse[-1:] * (num_layers - len(sparse))
+    rows = [longer[first : first + num_layers] for first in range(len(longer) - num_layers + 1)]
+    return max(rows, key=lambda row: (row != sorted(row), sum(a != b for a, b in pairwise(row))))
 
 
 def _replace_global_loss(moe: dict[str, Any]) -> None:
