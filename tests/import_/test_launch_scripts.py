@@ -16,7 +16,7 @@ from mt_core.plugins import PluginHost
 from mt_import.megatron_arguments.entry_scripts import entry_of_file
 from mt_import.megatron_arguments.translation import dotted
 from mt_import.output import launch_line
-from mt_import.readers.megatron import import_script
+from mt_import.readers.megatron import MegatronOptions, import_script, import_words
 from mt_import.result import ImportResult, check_configuration, check_result
 
 
@@ -144,6 +144,35 @@ CASES: Mapping[str, Script] = {
             "--calculate-per-token-loss",
             "--data-cache-path",
         ),
+    ),
+    "llava_7b": Script(
+        {
+            "model.family": "llava",
+            "model.vision_model.vision_model_type": "clip",
+            "model.vision_model.num_layers": 24,
+            "model.vision_model.patch_dim": 14,
+            "model.language_model.family": "llama",
+            "model.language_model.ffn_hidden_size": 14336,
+            "model.language_model.num_query_groups": 8,
+            "model.projection_ffn_hidden_size": 14336,
+            "model.projection_normalization": None,  # none, which is our default
+            "model.projection_bias": False,
+            "model.freeze": ["language_model", "vision_model"],
+            "model.vision_feature_layers": [-1],
+            "data.dataset_type": "image_text",
+            "data.data_path": ["shards.tar"],
+            "data.image_seq_length": 24 * 24,
+            "data.seq_length": 1024,
+            "data.chat_template": "tokenizer",
+            "data.eod_mask_loss": None,
+            "tokenizer.tokenizer_type": "HuggingFaceTokenizer",
+            "tokenizer.tokenizer_model": "mistral",
+            "parallel.sequence_parallel": True,
+        },
+        world=8,
+        launch="--nproc 8 --set train.eval_interval=null",
+        define={"DATA_TRAIN": "shards.tar"},
+        idle=("--prompt-path", "--eod-mask-loss"),
     ),
     "llama3_70b": Script(
         {
@@ -344,19 +373,6 @@ class PartScript:
 
 
 PARTS: Mapping[str, PartScript] = {
-    "llava_7b": PartScript(
-        ("model", "tokenizer", "data"),
-        {
-            "parallel.tensor_model_parallel_size": 4,
-            "parallel.sequence_parallel": True,
-            "train.global_batch_size": 256,
-            "lr_schedule.lr_warmup_fraction": 0.01,
-            "precision.dtype": "bf16",
-            "checkpoint.save": "checkpoints",
-        },
-        ("--num-layers", "--img-h", "--freeze-LM", "--language-model-type", "--prompt-path", "--data-path"),
-        "model.family=llava",
-    ),
     "vit_base": PartScript(
         ("model", "tokenizer", "data"),
         {"train.train_iters": 93750, "optimizer.weight_decay": 0.05, "precision.dtype": "fp16"},
@@ -384,6 +400,80 @@ def test_what_the_arguments_say_is_translated_and_what_the_script_fixes_is_named
     assert not result.complete
     assert part.words in " ".join(result.notes)
     check_result(result, host)
+
+
+@pytest.mark.parametrize(
+    ("changes", "words"),
+    [
+        ({}, "pretrain.yaml lists data sets of Megatron-Energon"),
+        ({"LANGUAGE_MODEL": "nemotron5-hybrid-8b"}, "--language-model-type nemotron5-hybrid-8b: this decoder"),
+    ],
+)
+def test_what_no_model_of_pictures_has_is_refused(changes: Mapping[str, str], words: str, host: PluginHost) -> None:
+    result = import_script(SCRIPTS / "llava_7b.sh", host, define=changes)
+    assert words in "; ".join(f"{one.words}: {one.reason}" for one in result.of_status("refused"))
+
+
+PICTURES = "--num-layers 2 --hidden-size 64 --num-attention-heads 4 --micro-batch-size 2 --train-iters 5 --lr 1e-3 "
+PICTURES += "--seq-length 64 --max-position-embeddings 64 --img-h 32 --img-w 48 --patch-dim 8 --mock-data "
+PICTURES += "--tokenizer-type NullTokenizer --vocab-size 127"
+
+
+@pytest.mark.parametrize(
+    ("words", "keys"),
+    [
+        ("", {"model.projection_normalization": "LayerNorm", "data.image_seq_length": 25, "data.seq_length": 89}),
+        (
+            "--transformer-impl local --disable-vision-class-token --dataloader-seq-length 40 --freeze-LM",
+            {"data.image_seq_length": 24, "data.seq_length": 64, "model.freeze": ["language_model"]},
+        ),
+    ],
+)
+def test_pretrain_vlm_has_a_tower_as_its_decoder(words: str, keys: Mapping[str, Any], host: PluginHost) -> None:
+    result = import_words([*PICTURES.split(), *words.split()], host, MegatronOptions(entry="vlm", world_size=1))
+    flat = dotted(result.sections)
+    wanted = {
+        "model.vision_model.hidden_size": 64,
+        "model.vision_model.activation": "gelu_tanh",
+        "model.projection_ffn_hidden_size": 256,
+        "data.dataset_type": "captioned_shapes",
+        **keys,
+    }
+    assert {key: flat.get(key) for key in wanted} == wanted
+    check_configuration(result.sections, 1, host)
+
+
+@pytest.mark.parametrize(
+    ("tower", "tiles", "keys"),
+    [
+        ("internvit300M", "--use-tiling --max-num-tiles 6 --use-thumbnail --pixel-shuffle", ("internvit", 6, 2, 6)),
+        ("clip", "--max-num-tiles 6", ("clip", None, None, 24)),  # tiles count only with --use-tiling
+        ("internvit", "", "RMSNorm"),
+        ("radio", "", "eight class tokens"),
+        ("siglip", "", "behind the norm"),
+        ("hf://x", "", "a tower of transformers"),
+    ],
+)
+def test_towers_of_the_example(tower: str, tiles: str, keys: Any, host: PluginHost) -> None:
+    words = f"{PICTURES} {tiles} --language-model-type qwen2.5_7B --vision-model-type {tower}".split()
+    words += ["--disable-vision-class-token", "--decoder-seq-length", "64", "--tokenizer-prompt-format", "qwen2p5"]
+    words.remove("--mock-data")
+    options = MegatronOptions(entry="vlm", world_size=1)
+    result = import_words([*words, "--data-path", "a.jsonl"], host, options)
+    if isinstance(keys, str):
+        assert keys in " ".join(account.reason for account in result.of_status("refused"))
+        return
+    assert result.of_status("refused") == []
+    flat = dotted(result.sections)
+    names = (
+        "model.vision_model.vision_model_type",
+        "data.max_num_tiles",
+        "model.scale_factor",
+        "data.image_seq_length",
+    )
+    assert tuple(flat.get(name) for name in names) == keys
+    assert flat["data.chat_template"] == "chatml"
+    assert flat["model.language_model.add_qkv_bias"] is True
 
 
 PARAMETERS: Mapping[str, tuple[int, int]] = {

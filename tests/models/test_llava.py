@@ -126,6 +126,36 @@ def test_logits_loss_and_gradients_equal_the_reference(host, name) -> None:
     assert_same_gradients(model, reference, HUGGING_FACE, untrained=unread(model))
 
 
+@pytest.mark.parametrize("norm", ["none", "LayerNorm", "RMSNorm"])
+def test_squares_of_patches_through_a_norm_and_a_wide_projection(host, norm) -> None:
+    """As models of Megatron's example have them: side by side in reading order, two by two."""
+    keys = {"scale_factor": 2, "projection_normalization": norm, "projection_ffn_hidden_size": 40}
+    keys |= {"projection_activation": "squared_relu", "projection_norm_epsilon": 0.1, "projection_bias": False}
+    pair, _ = make_pair(host, "CLIP and Llama")
+    section = {**pair.config.model_dump(exclude_none=True), **keys}
+    tower = {**section["vision_model"], "img_h": 16, "img_w": 24, "patch_dim": 4}
+    model = built(host, config_from(host, {**section, "vision_model": tower}, data={"seq_length": 16}))
+    numbers = torch.Generator().manual_seed(1)
+    with torch.no_grad():
+        for parameter in model.vision_projection.parameters():
+            parameter.normal_(std=0.3, generator=numbers)
+    projection, grid = model.vision_projection, torch.randn(2, 4, 6, 24, generator=numbers)
+    squares = [grid[:, 2 * i : 2 * i + 2, 2 * j : 2 * j + 2].flatten(1) for i in range(2) for j in range(3)]
+    x = torch.stack(squares, dim=1)
+    if norm != "none":
+        x = x - x.mean(-1, keepdim=True) if norm == "LayerNorm" else x
+        x = x / (x.square().mean(-1, keepdim=True) + 0.1).sqrt() * projection.input_layernorm.weight
+        x = x + projection.input_layernorm.bias if norm == "LayerNorm" else x
+    expected = (x @ projection.encoder.linear_fc1.weight.T).relu().square() @ projection.encoder.linear_fc2.weight.T
+    torch.testing.assert_close(projection(grid.flatten(1, 2)), expected, rtol=1e-4, atol=1e-4)
+    assert model.config.image_seq_length == 6
+    with pytest.raises(ConfigError, match="projection_activation=squared_relu cannot be written"):
+        HUGGING_FACE.write_config(model.config)
+    config = model.config.model_copy(update={"projection_activation": "gelu"})
+    with pytest.raises(ConfigError, match="model.projection_ffn_hidden_size=40 cannot be written as a Hugging Face"):
+        HUGGING_FACE.write_config(config)
+
+
 def unread(model) -> tuple[str, ...]:
     """The tower's parts that no feature passes through."""
     layers = range(max(model.config.feature_states), 3)

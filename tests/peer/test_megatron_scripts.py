@@ -49,7 +49,7 @@ class Script:
     why: str = ""
 
 
-VISION = "the script has vision tower, projection and data in its code"
+INTERNVIT = "InternViT with 6 billion parameters"
 MULTIMODAL = {"WORKSPACE": "w", "LOAD_NAME": "l", "BATCH": "0", "DATETIME": "now", "MODEL_NAME": "m"}
 POST_TRAINING = {"ETP": "1", "CP": "1", "MLM_MODEL_CKPT": "c", "MLM_DATA_ARGS": "--train-samples 64 --mock-data"}
 SC21 = {"MEGATRON_CODE_DIR": "m", "MEGATRON_DATA": "d", "BPE_VOCAB_FILE": "v", "BPE_MERGE_FILE": "f"}
@@ -77,12 +77,16 @@ SCRIPTS = (
         why="--train-iters counts iterations and --rampup-batch-size samples",  # Megatron refuses it, too
     ),
     Script("retro/train_retro_2b_distributed.sh", ("c", "t"), why="--max-position-embeddings"),  # in a project folder
-    Script("multimodal/pretrain_mistral_clip.sh", (), MULTIMODAL, why=VISION),
+    Script("multimodal/pretrain_mistral_clip.sh", (), {**MULTIMODAL, "DATA_TRAIN": "shards.tar"}),
+    Script("multimodal/sft_mistral_clip.sh", (), {**MULTIMODAL, "DATA_TRAIN": "shards.tar", "LOAD_ITER": "1"}),
+    *(
+        Script(f"multimodal/nvlm/{name}.sh", (), MULTIMODAL, program="151" if "72b" in name else "148", why=INTERNVIT)
+        for name in ("pretrain_qwen20_72b_internvit_6b", "pretrain_yi_34b_internvit_6b")
+    ),
 )
 """Scripts of examples/ that start a training of Megatron's, or set the arguments of one."""
 REFUSED: Mapping[str, str] = {
     "gpt3_mr_mcore_te_tp2_pp2_mla": "swiglu=False is not read of a model with multi-latent attention",
-    "multimodal_llava": VISION,
     "mimo_vlm": "is no option of Megatron's",
     "mxfp8": "--fp8-recipe mxfp8",
     "modelopt_distill": "distillation from a teacher",

@@ -68,10 +68,7 @@ ENTRY_SCRIPTS = (
         "vlm",
         ("pretrain_vlm.py", "multimodal/train.py"),
         {"tokenizer_type": GPT_TOKENIZER},
-        fixed_sections=("model", "tokenizer", "data"),
-        fixed="the script has vision tower, projection and data in its code; write model.family=llava with the sizes "
-        "of both, a tokenizer and data.dataset_type, see docs/models/llava.md",
-        fixed_groups=("vision",),
+        dataset_type="image_text",
     ),
     EntryScript(
         "rl",

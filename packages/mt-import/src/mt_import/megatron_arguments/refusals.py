@@ -9,6 +9,7 @@ from typing import Any
 from mt_core import specs
 from mt_core.plugins import PluginHost
 from mt_core.specs import TOKENIZERS
+from mt_import.megatron_arguments import multimodal
 from mt_import.megatron_arguments.command_line import ParsedArgument
 from mt_import.megatron_arguments.entry_scripts import EntryScript
 from mt_import.megatron_arguments.table import Version, by_dest
@@ -95,6 +96,8 @@ def _optimizer(value: str, values: Mapping[str, Any], host: PluginHost) -> Itera
 
 
 def _tokenizer(value: str, values: Mapping[str, Any], host: PluginHost) -> Iterator[str]:
+    if value == multimodal.TOKENIZER and values.get("language_model_type"):
+        return
     if value not in host[TOKENIZERS].names():
         yield f"this tokenizer; tokenizer.tokenizer_type can be {', '.join(host[TOKENIZERS].names())}"
 
@@ -121,7 +124,7 @@ def _fp4_recipe(value: str, values: Mapping[str, Any], host: PluginHost) -> Iter
 
 
 def _loader(value: str, values: Mapping[str, Any], host: PluginHost) -> Iterator[str]:
-    if value != "single":
+    if value != "single" and not (value == "external" and values.get("language_model_type")):
         yield "a loader that orders samples by itself; the order follows from train.seed and the samples consumed"
 
 
@@ -244,7 +247,22 @@ def _ssm_states(value: str, given: Mapping[str, Any], host: PluginHost) -> Itera
         yield f"states of Mamba layers in {value}; they are in fp32"
 
 
+def _of_pictures(objection: Callable[[Any], Iterator[str]]) -> Check:
+    """A check of an argument of the multimodal example, which counts there alone."""
+
+    def check(value: Any, values: Mapping[str, Any], host: PluginHost) -> Iterator[str]:
+        if values.get("language_model_type"):
+            yield from objection(value)
+
+    return check
+
+
 _CHECKS: Mapping[str, Check] = {
+    "language_model_type": _of_pictures(multimodal.decoder_objection),
+    "vision_model_type": _of_pictures(multimodal.tower_objection),
+    "tokenizer_prompt_format": _of_pictures(multimodal.template_objection),
+    "image_tag_type": _of_pictures(multimodal.markers_objection),
+    "data_path": _of_pictures(multimodal.shards_objection),
     "use_legacy_models": _legacy_models,
     "encoder_pipeline_model_parallel_size": _encoder_stages,
     "mamba_training_ssm_states_dtype": _ssm_states,

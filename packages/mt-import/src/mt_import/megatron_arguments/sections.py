@@ -11,6 +11,7 @@ from mt_ckpt.megatron.families import model_section as checkpoint_model_section
 from mt_core.config.layer_pattern import pattern_of
 from mt_core.config.schema import TimeoutsConfig
 from mt_core.plugins import PluginHost
+from mt_import.megatron_arguments import multimodal
 from mt_import.megatron_arguments.derived import sums_in_fp32
 from mt_import.megatron_arguments.entry_scripts import EntryScript
 from mt_import.megatron_arguments.refusals import COMMUNICATORS, OPTIMIZERS
@@ -197,6 +198,8 @@ def dropped_keys(values: Values) -> dict[str, str]:
         )
     if not values["profile"]:
         dropped |= dict.fromkeys(PROFILE_KEYS, "counts only with --profile")
+    if values["language_model_type"]:
+        dropped["data.eod_mask_loss"] = "a record is a document; its end counts where data.eod_after_answer puts one"
     if values["fp8"]:
         dropped["parallel.tp_comm_overlap"] = "products in FP8 are not overlapped, which changes no result"
     return dropped
@@ -231,6 +234,8 @@ def _profile(values: Values) -> Keys:
 
 
 def _data(values: Values, entry: EntryScript) -> Keys:
+    if entry.name == "vlm":
+        return multimodal.data_keys(values)
     keys: Keys = {"data.dataset_type": _dataset(values, entry)}
     for dest in BLENDS:
         if values.get(dest) is not None:
@@ -270,6 +275,8 @@ def _is_number(text: str) -> bool:
 
 def _tokenizer(values: Values, version: Version) -> Keys:
     keys: Keys = {}
+    if values["tokenizer_type"] == multimodal.TOKENIZER:
+        keys["tokenizer.tokenizer_type"] = "HuggingFaceTokenizer"
     size, kind, pad = values["vocab_size"], values["tokenizer_type"], values["null_tokenizer_pad_id"]
     if size is not None and kind in COUNTED_VOCABULARY:
         # Until 0.12 Megatron's NullTokenizer added its end of document to the size that it was given.
@@ -317,6 +324,8 @@ def model_section(values: Mapping[str, Any], entry: EntryScript, source: str, ho
 
 
 def _section(args: Arguments, entry: EntryScript, host: PluginHost) -> dict[str, Any]:
+    if entry.name == "vlm":
+        return multimodal.section(args.values, lambda values: _decoder(values, args.origin, host))
     if entry.name == "retro":
         return {
             **gpt_section(args, entry.parameters),
@@ -328,6 +337,10 @@ def _section(args: Arguments, entry: EntryScript, host: PluginHost) -> dict[str,
         section = {**bert_section(args, entry.parameters), "family": "biencoder", **biencoder_keys}
         return {key: value for key, value in section.items() if not key.startswith(("add_", "bert_"))}
     return checkpoint_model_section(args, _parameters(args, entry), 1, host)
+
+
+def _decoder(values: Mapping[str, Any], origin: Path, host: PluginHost) -> dict[str, Any]:
+    return checkpoint_model_section(Arguments(values, origin), (), 1, host)
 
 
 def _parameters(args: Arguments, entry: EntryScript) -> tuple[str, ...]:

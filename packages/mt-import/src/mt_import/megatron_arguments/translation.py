@@ -216,10 +216,25 @@ def _is_fixed(argument: Argument, entry: EntryScript) -> bool:
 
 
 def dotted(tree: Mapping[str, Mapping[str, Any]]) -> dict[str, Any]:
-    """Sections as dotted keys, those of model.moe one by one."""
+    """Sections as dotted keys, those of tables in [model] one by one."""
     flat = {f"{section}.{key}": value for section, keys in tree.items() for key, value in keys.items()}
-    moe = flat.pop("model.moe", None) or {}
-    return flat | {f"model.moe.{key}": value for key, value in moe.items()}
+    for table in TABLES:
+        keys = flat.pop(table, None) or {}
+        flat |= {f"{table}.{key}": value for key, value in keys.items()}
+    return flat
+
+
+DECODER = "model.language_model"
+TABLES = (DECODER, "model.vision_model", f"{DECODER}.moe", "model.moe")
+
+
+def _keys_of(argument: Argument, flat: Mapping[str, Any]) -> tuple[str, ...]:
+    """The keys that an argument decides; of [model] those of the decoder, where that is a part of it."""
+    if not any(key.startswith(f"{DECODER}.") for key in flat):
+        return argument.keys
+    own = [key for key in argument.keys if key in flat]
+    decoders = [key.replace("model.", f"{DECODER}.", 1) for key in argument.keys if key.startswith("model.")]
+    return tuple(dict.fromkeys([*own, *decoders, *argument.keys]))
 
 
 def _account(
@@ -236,9 +251,9 @@ def _account(
     if argument.outcome == "none":
         return Account(parsed.words, "no effect", {}, argument.why_without_effect)
     flat = dotted(tree)
-    if keys := {key: flat[key] for key in argument.keys if key in flat}:
+    if keys := {key: flat[key] for key in _keys_of(argument, flat) if key in flat}:
         # model.family follows from many arguments; it is shown for one that decides nothing else.
-        without_family = {key: value for key, value in keys.items() if key != "model.family"}
+        without_family = {key: value for key, value in keys.items() if not key.endswith(".family")}
         return Account(parsed.words, "translated", without_family or keys, "")
     if equal := {key: same[key] for key in argument.keys if key in same}:
         return Account(parsed.words, "default", equal, "")

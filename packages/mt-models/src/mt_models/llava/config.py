@@ -31,7 +31,7 @@ from mt_models.vision.config import (
 )
 
 Part = Literal["vision_model", "vision_projection", "language_model"]
-ProjectionActivation = Literal["gelu", "gelu_tanh", "relu", "silu"]
+ProjectionActivation = Literal["gelu", "gelu_tanh", "relu", "silu", "squared_relu"]
 CLIP_MEAN, CLIP_STD = [0.48145466, 0.4578275, 0.40821073], [0.26862954, 0.26130258, 0.27577711]
 
 
@@ -183,6 +183,14 @@ class LlavaConfig(VisionLanguageConfig):
     """Between the matrices of the projection."""
     projection_bias: bool = True
     """Biases in the projection."""
+    projection_ffn_hidden_size: PositiveInt | None = used_when(None, vision_projection_type="mlp")
+    """Width between the matrices of the projection. Default: the decoder's hidden_size, as in LLaVA 1.5."""
+    projection_normalization: Literal["none", "LayerNorm", "RMSNorm"] = "none"
+    """Norm of what the projection reads, as in models of Megatron-LM's multimodal example."""
+    projection_norm_epsilon: Annotated[float, Field(ge=0)] = 1e-5
+    """Added to the variance in this norm."""
+    scale_factor: PositiveInt = 1
+    """Side of the square of patches that becomes one feature."""
 
     @property
     def feature_states(self) -> list[int]:
@@ -194,7 +202,7 @@ class LlavaConfig(VisionLanguageConfig):
     @property
     def feature_width(self) -> int:
         """Width of what the projection reads."""
-        return len(self.vision_feature_layers) * self.vision_model.hidden_size
+        return len(self.vision_feature_layers) * self.vision_model.hidden_size * self.scale_factor**2
 
     @property
     def tower_layers(self) -> int:
@@ -203,7 +211,9 @@ class LlavaConfig(VisionLanguageConfig):
     @property
     def projection_weights(self) -> int:
         hidden = self.decoder.hidden_size
-        return int(self.feature_width * hidden + (hidden**2 if self.vision_projection_type == "mlp" else 0))
+        if self.vision_projection_type == "affine":
+            return int(self.feature_width * hidden)
+        return int((self.feature_width + hidden) * (self.projection_ffn_hidden_size or hidden))
 
     @property
     def drops_class_token(self) -> bool:
@@ -212,7 +222,8 @@ class LlavaConfig(VisionLanguageConfig):
     @property
     def image_seq_length(self) -> int:
         """Positions that an image takes in the text."""
-        return self.vision_model.num_positions - self.drops_class_token
+        positions = self.vision_model.num_positions - self.drops_class_token
+        return positions // self.scale_factor**2
 
     @property
     def image_data_keys(self) -> dict[str, Any]:
@@ -249,6 +260,13 @@ def check_squares(tower: VisionEncoderConfig, side: int) -> None:
 
 
 def _check_features(model: LlavaConfig) -> None:
+    if model.scale_factor > 1:
+        check_squares(model.vision_model, model.scale_factor)
+    if model.scale_factor > 1 and model.vision_model.has_class_token and not model.drops_class_token:
+        raise ConfigError(
+            f"model.scale_factor={model.scale_factor} makes features of squares of patches, and the class token is "
+            "none; set model.vision_feature_select_strategy to default"
+        )
     last = model.vision_model.num_layers
     for layer in model.vision_feature_layers:
         if not -last - 1 <= layer <= last:
@@ -418,6 +436,5 @@ def decoder_training_flops(config: Config) -> float | None:
 
 MEGATRON = MegatronMap(
     unsupported="Megatron's models of images and text are made by its example scripts, in sizes that these list by "
-    "name; all their projections have a norm in front or another inner width than the decoder's, and which id stands "
-    "for an image only their tokenizer says"
+    "name, and which id stands for an image only their tokenizer says"
 )

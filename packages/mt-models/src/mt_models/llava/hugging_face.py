@@ -91,6 +91,12 @@ def import_activation(name: str) -> str:
 
 
 def export_activation(name: str) -> str:
+    if name not in ACTIVATIONS.values():
+        known = ", ".join(dict.fromkeys(ACTIVATIONS.values()))
+        raise ConfigError(
+            f"model.projection_activation={name} cannot be written as a Hugging Face model of images and text; it can "
+            f"be {known}"
+        )
     return next(theirs for theirs, ours in ACTIVATIONS.items() if ours == name)
 
 
@@ -124,9 +130,23 @@ def export_decoder(config: VisionLanguageConfig) -> dict[str, Any]:
     return {"text_config": text, "tie_word_embeddings": bool(text.get("tie_word_embeddings"))}
 
 
+PLAIN: Mapping[str, Any] = {
+    "projection_ffn_hidden_size": None,
+    "projection_normalization": "none",
+    "scale_factor": 1,
+}
+"""Keys of a projection, as that of Hugging Face's llava has them."""
+
+
 def export_parts(model: Mapping[str, Any]) -> dict[str, Any]:
     """Raises ConfigError for a projection or a decoder that Hugging Face's llava cannot have."""
     config = LlavaConfig.model_validate(model)
+    for key, value in PLAIN.items():
+        if (actual := getattr(config, key)) != value:
+            raise ConfigError(
+                f"model.{key}={actual} cannot be written as a Hugging Face llava, whose projection has none of its "
+                f"own; it can be {value}"
+            )
     if config.vision_projection_type != "mlp":
         raise ConfigError(
             f"model.vision_projection_type={config.vision_projection_type} cannot be written as a Hugging Face llava, "

@@ -13,10 +13,12 @@ from mt_core.nn.activations import activate
 from mt_core.nn.build_context import ModelBuildContext
 from mt_core.nn.layout import normal
 from mt_core.nn.linear import ColumnParallelLinear, RowParallelLinear
+from mt_core.nn.norm import build_norm
 from mt_core.parallel.context import ParallelContext
 from mt_models.blocks.linear import ReplicatedLinear
 from mt_models.llava.config import LlavaConfig, ProjectionActivation
 from mt_models.llava.vision_language import FixedSizeImageModel
+from mt_models.vision.model import pixel_shuffle
 
 # -- projection to the decoder's width: [N, F, W] -> [N, F, H] ---------------------------------------
 
@@ -25,15 +27,23 @@ class ProjectionMLP(nn.Module):
     """linear_fc2(activation(linear_fc1(x))): [N, F, width] -> [N, F, H]"""
 
     def __init__(
-        self, width: int, decoder: Any, activation: ProjectionActivation, ctx: ParallelContext, *, bias: bool
+        self,
+        width: int,
+        decoder: Any,
+        activation: ProjectionActivation,
+        ctx: ParallelContext,
+        *,
+        bias: bool,
+        inner: int | None = None,
     ) -> None:
-        """decoder: the configuration of the part that reads the vectors."""
+        """decoder: the configuration of the part that reads the vectors. inner: the width between the matrices."""
         super().__init__()
         self.activation = activation
         hidden, init = decoder.hidden_size, normal(decoder.init_method_std)
-        # The inner width is the decoder's, as in LLaVA 1.5.
-        self.linear_fc1 = ColumnParallelLinear(width, hidden, ctx, bias=bias, init=init)
-        self.linear_fc2 = RowParallelLinear(hidden, hidden, ctx, bias=bias, init=init)
+        # By default it is the decoder's, as in LLaVA 1.5.
+        inner = inner or hidden
+        self.linear_fc1 = ColumnParallelLinear(width, inner, ctx, bias=bias, init=init)
+        self.linear_fc2 = RowParallelLinear(inner, hidden, ctx, bias=bias, init=init)
 
     def forward(self, x: Tensor) -> Tensor:
         return self.linear_fc2(activate(self.activation, self.linear_fc1(x)))
@@ -56,6 +66,10 @@ class VisionProjection(nn.Module):
         super().__init__()
         # The tower has whole sequences on every rank.
         whole = replace(ctx, sequence_parallel=False)
+        self.grid, self.factor = config.vision_model.grid, config.scale_factor
+        self.input_layernorm: nn.Module | None = None
+        if (kind := config.projection_normalization) != "none":
+            self.input_layernorm = build_norm(kind, config.feature_width, config.projection_norm_epsilon, whole)
         self.encoder: nn.Module
         if config.vision_projection_type == "mlp":
             self.encoder = ProjectionMLP(
@@ -64,12 +78,15 @@ class VisionProjection(nn.Module):
                 config.projection_activation,
                 whole,
                 bias=config.projection_bias,
+                inner=config.projection_ffn_hidden_size,
             )
         else:
             self.encoder = AffineProjection(config, whole)
 
     def forward(self, x: Tensor) -> Tensor:
-        projected: Tensor = self.encoder(x)
+        if self.factor > 1:
+            x = pixel_shuffle(x, self.grid, self.factor)
+        projected: Tensor = self.encoder(x if self.input_layernorm is None else self.input_layernorm(x))
         return projected
 
 
