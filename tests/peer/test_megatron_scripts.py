@@ -80,7 +80,7 @@ SCRIPTS = (
     Script("multimodal/pretrain_mistral_clip.sh", (), {**MULTIMODAL, "DATA_TRAIN": "shards.tar"}),
     Script("multimodal/sft_mistral_clip.sh", (), {**MULTIMODAL, "DATA_TRAIN": "shards.tar", "LOAD_ITER": "1"}),
     *(
-        Script(f"multimodal/nvlm/{name}.sh", (), MULTIMODAL, program="151" if "72b" in name else "148", why=INTERNVIT)
+        Script(f"multimodal/nvlm/{name}.sh", (), MULTIMODAL, program="145" if "72b" in name else "142", why=INTERNVIT)
         for name in ("pretrain_qwen20_72b_internvit_6b", "pretrain_yi_34b_internvit_6b")
     ),
 )

@@ -232,9 +232,9 @@ def _keys_of(argument: Argument, flat: Mapping[str, Any]) -> tuple[str, ...]:
     """The keys that an argument decides; of [model] those of the decoder, where that is a part of it."""
     if not any(key.startswith(f"{DECODER}.") for key in flat):
         return argument.keys
-    own = [key for key in argument.keys if key in flat]
+    written = [key for key in argument.keys if key in flat]
     decoders = [key.replace("model.", f"{DECODER}.", 1) for key in argument.keys if key.startswith("model.")]
-    return tuple(dict.fromkeys([*own, *decoders, *argument.keys]))
+    return tuple(dict.fromkeys([*written, *decoders, *argument.keys]))
 
 
 def _account(
