@@ -51,7 +51,7 @@ from mt_core.train.checkpoint.resume import (
 )
 from mt_core.train.checkpoint.run_directory import BestCheckpoint, RunDirectory
 from mt_core.train.checkpoint.saving import Committed, build_checkpoint_writer
-from mt_core.train.checkpoint.state import RunState
+from mt_core.train.checkpoint.state import LOSS_SCALER, RunState
 from mt_core.train.engine import Engine, StepRecord
 from mt_core.train.host_transfer import DelayedAllReduceFlag
 from mt_core.train.recorded import RecordedMetrics, Reduce
@@ -564,6 +564,8 @@ class Trainer:
         if changes:
             self.message(f"accepted changes:\n{change_table(changes)}")
         self.checkpointed().restore(reader)
+        if LOSS_SCALER not in reader.metadata and self.config.precision.dtype == "fp16":
+            self.message(f"{path} has no loss scale, as those of other programs: it is found anew")
         self.engine.keep_files(reader)
         self._stored = reader.metadata
         losses = list(reader.metadata.get("recent_losses", []))  # absent in checkpoints from before this check

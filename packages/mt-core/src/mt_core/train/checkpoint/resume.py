@@ -13,7 +13,7 @@ from mt_core.config.schema import CORE_SECTIONS, CheckpointConfig, Config
 from mt_core.errors import CheckpointError
 from mt_core.interfaces import Tokenizer
 from mt_core.plugins import PluginHost
-from mt_core.specs import LOSSES, SECTIONS
+from mt_core.specs import LOSSES, MODELS, SECTIONS
 from mt_core.train.checkpoint.run_directory import RunDirectory
 from mt_core.train.checkpoint.state import GLOBAL_BATCH, environment
 
@@ -142,7 +142,8 @@ def require_same_run(metadata: Mapping[str, Any], config: Config, origin: str, h
     changed: Iterable[Change] = _with_batch(differences(metadata["config"], config, host), metadata, config)
     if not config.train.deterministic:
         # Such a change moves the loss by rounding alone, which continues the run in all but its bits.
-        changed = (change for change in changed if not _is_other_rounding(change, host))
+        family = host[MODELS].get(config.model.family, key="model.family")
+        changed = (change for change in changed if not _is_other_rounding(change, host, family.default_loss))
     changes = _require_accepted(changed, config, origin)
     if config.train.deterministic:
         _require_same_environment(metadata["environment"], origin)
@@ -159,15 +160,17 @@ def _with_batch(changes: Iterable[Change], metadata: Mapping[str, Any], config: 
         yield Change(BATCH_KEY, then, size)
 
 
-def _is_other_rounding(change: Change, host: PluginHost) -> bool:
+def _is_other_rounding(change: Change, host: PluginHost, default_loss: str) -> bool:
     """Whether the two are implementations of the same loss, or differ in the implementation of attention, or in the
-    form of the fp32 master weights, which a checkpoint holds in fp32."""
+    form of the fp32 master weights, which a checkpoint holds in fp32. default_loss: of a checkpoint that names none, as
+    those of Megatron."""
     if change.key.startswith("model."):
         return change.key == f"model.{BACKEND}" or _without_backend(change.then) == _without_backend(change.now)
     if change.key != "train.loss":
         return change.key == MAIN_WEIGHTS
     base = {spec.name: spec.equivalent_to or spec.name for spec in host[LOSSES]}
-    return base.get(change.then, change.then) == base.get(change.now, change.now)
+    then = default_loss if change.then is None else change.then
+    return base.get(then, then) == base.get(change.now, change.now)
 
 
 def _without_backend(value: Any) -> Any:

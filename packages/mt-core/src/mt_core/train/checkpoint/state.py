@@ -81,6 +81,8 @@ MAIN = "main"
 REMAINDER = "remainder"
 """Optimizer state with the low 16 bits of fp32 weights. A checkpoint stores the fp32 weight, not the two halves."""
 GLOBAL_BATCH = "global_batch_size"
+LOSS_SCALER = "loss_scaler"
+"""Entry of the metadata, which checkpoints of other programs lack."""
 WITHOUT_OPTIMIZER = "without_optimizer"
 """Entry of the metadata: true in a checkpoint that was saved without the optimizer's state."""
 T = TypeVar("T")
@@ -157,7 +159,7 @@ class RunState:
             "config": config.to_dict(),
             # Without train.global_batch_size it follows from the number of ranks, which is not in the configuration.
             GLOBAL_BATCH: global_batch_size(config),
-            "loss_scaler": self.scaler.state(),
+            LOSS_SCALER: self.scaler.state(),
             "environment": environment(),
         }
 
@@ -189,7 +191,8 @@ class RunState:
                 self.weights.copy_to_model()
                 self.weights.finish_gather()
         self._restore_optimizer(reader, layouts, parameters, trained)
-        self.scaler.load_state(dict(reader.metadata["loss_scaler"]))
+        if LOSS_SCALER in reader.metadata:
+            self.scaler.load_state(dict(reader.metadata[LOSS_SCALER]))
         self._restore_progress(reader)
 
     def restore_without_optimizer(self, reader: CheckpointReader) -> None:
