@@ -9,6 +9,7 @@ from typing import Any
 from mt_infer.chat.tool_calls.form import CallForm, Function, Reading, Schemas, ToolCall, WriteCall
 from mt_infer.chat.tool_calls.grammar import GrammarWriter, declared, either, quoted
 from mt_infer.chat.tool_calls.reading import FUNCTION_NAME, between, json_calls, skip_space
+from mt_infer.chat.tool_calls.unescaped_calls import UnescapedCalls
 from mt_infer.chat.tool_calls.values import (
     ANYTHING,
     Schema,
@@ -26,13 +27,23 @@ NO_CODE = (SyntaxError, ValueError, RecursionError, MemoryError, TypeError)
 
 
 def python_calls(text: str, schemas: Schemas) -> list[ToolCall] | None:
-    """Calls in a list, or each in a line; LFM2's models write JSON too where they are asked to."""
+    """Calls in a list, or each in a line; LFM2's models write JSON too where they are asked to, and LFM2.5's texts
+    whose quotes are not escaped."""
     try:
         # Only parsed, nothing is evaluated.
         lines = ast.parse(text.strip()).body
         return [_python_call(node) for line in lines for node in _calls_of(line)] or None
     except NO_CODE:
-        return json_calls(text, schemas)
+        return json_calls(text, schemas) or _unescaped_calls(text.strip())
+
+
+def _unescaped_calls(text: str) -> list[ToolCall] | None:
+    inside = text[1:-1] if text.startswith("[") and text.endswith("]") else text
+    try:
+        calls = UnescapedCalls(inside, _python_value).calls()
+        return [ToolCall(name, as_json(arguments)) for name, arguments in calls]
+    except (*NO_CODE, StopIteration):
+        return None
 
 
 def _calls_of(line: ast.stmt) -> list[ast.expr]:
