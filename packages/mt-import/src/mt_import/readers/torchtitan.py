@@ -96,7 +96,10 @@ REFUSED: Mapping[str, str] = {
     "training.debug_moe_force_load_balance": "routing that ignores the router",
     "job.custom_config_module": "code of your own; write a plugin",
 }
-NOTE_DATA = "data and tokenizer are named by torchtitan's data sets: add [data] data_path and [tokenizer]"
+NOTE_DATA = (
+    'data and tokenizer are named by torchtitan\'s data sets: add [data] dataset_type = "gpt" with data_path, and '
+    "[tokenizer]; without them the text that Python carries is trained on"
+)
 NOTE_DECAY = "torchtitan decays norms, too; here optimizer.weight_decay is that of matrices alone"
 
 
