@@ -9,7 +9,7 @@ import pytest
 
 from mt_core.errors import ConfigError
 from mt_core.plugins import PluginHost
-from mt_import.result import ImportResult
+from mt_import.result import ImportResult, check_configuration
 from mt_import.sources import import_file
 
 FILE = (Path(__file__).parent / "files" / "nemo_gpt.yaml").read_text()
@@ -85,6 +85,11 @@ def more(*lines: str) -> tuple[str, str]:
             "model",
             {"parallel_residual": True, "parallel_residual_norms": 1},
         ),
+        (
+            more("position_embedding_type: alibi"),
+            "model",
+            {"family": "gpt", "position_embedding_type": "alibi", "max_position_embeddings": None},
+        ),
         (more("bert_binary_head: true"), "model", {"family": "bert", "add_pooler": True}),
     ],
 )
@@ -102,6 +107,54 @@ def test_a_mamba_without_a_pattern_has_mambas_layers_alone(tmp_path: Path, host:
     model = imported(tmp_path, host, more(*keys, "normalization: RMSNorm")).sections["model"]
     assert (model["family"], model["hybrid_layer_pattern"], model["mamba_num_groups"]) == ("hybrid", "M" * 12, 4)
     assert "moe" not in model
+
+
+GEMMA2 = (
+    "normalization: rmsnorm",
+    "apply_embedding_scaling: true",
+    "sqrt_query_pre_attn_scalar: 14.9666",
+    "bias: false",
+    "position_embedding_type: rope",
+)
+CHANGED = (
+    ("activation: gelu", "activation: geglu\n  openai_gelu: true"),
+    ("hidden_dropout: 0.1", "hidden_dropout: 0.0"),
+)
+
+
+@pytest.mark.parametrize(
+    ("custom", "keys"),
+    [
+        ("", {"attn_logit_softcapping": 50.0, "final_logit_softcapping": 30.0, "sliding_window": 4096}),
+        (
+            "mcore_customization_config: {attn_logit_softcapping: 20, window_size: [511, 0]}\n",
+            {"attn_logit_softcapping": 20.0, "final_logit_softcapping": 30.0, "sliding_window": 512},
+        ),
+    ],
+)
+def test_a_gemma2_has_windows_in_layers_of_even_numbers(
+    custom: str, keys: dict[str, Any], tmp_path: Path, host: PluginHost
+) -> None:
+    result = imported(tmp_path, host, more(*GEMMA2), *CHANGED, ("model:\n", f"{custom}model:\n"))
+    assert result.of_status("refused") == []
+    model = result.sections["model"]
+    expected = {
+        "family": "gemma",
+        "query_pre_attn_scalar": 224.0,
+        "rotary_base_local": 10000.0,
+        "qk_layernorm": False,
+        **keys,
+    }
+    assert {key: model.get(key) for key in expected} == expected
+    config = check_configuration(result.sections, None, host).config.model
+    # counted from 1: 2, 4, ...
+    assert [config.window_of(layer) is not None for layer in range(12)] == [False, True] * 6
+
+
+def test_what_gemma2_has_otherwise_is_an_error(tmp_path: Path, host: PluginHost) -> None:
+    for line in (GEMMA2[0], GEMMA2[1], GEMMA2[3]):
+        with pytest.raises(ConfigError, match="makes it a Gemma 2, which has"):
+            imported(tmp_path, host, more(*(other for other in GEMMA2 if other != line)), *CHANGED)
 
 
 def test_what_the_command_line_gives_is_named_and_left_out(tmp_path: Path, host: PluginHost) -> None:
@@ -140,7 +193,6 @@ def test_what_is_not_read_is_named(change: tuple[str, str], message: str, tmp_pa
         ("transformer_block_type: normformer", "transformer_block_type: pre_ln"),
         ("normalize_attention_scores: false", "normalize_attention_scores: true"),
         ("ffn_dropout: 0.1", "ffn_dropout: 0.0"),
-        ("sqrt_query_pre_attn_scalar: 14.97", "sqrt_query_pre_attn_scalar: null"),
         ("model_name: t5", "model_name: gpt"),
     ],
 )

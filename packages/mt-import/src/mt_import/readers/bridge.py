@@ -16,7 +16,9 @@ from mt_import.megatron_arguments.table import Argument, arguments, by_dest
 from mt_import.megatron_arguments.translation import Account, translate
 from mt_import.readers.megatron import MegatronOptions
 from mt_import.readers.nemo import CHANGES, DATA, GIVEN_LATER, MISSING, NemoValues, in_megatrons_words, note_on_missing
+from mt_import.readers.nemo_gemma2 import SCALAR, gemma2_section
 from mt_import.result import ImportResult, Processes, result_of
+from mt_models.gpt.config import GPTConfig
 
 TARGET = "_target_"
 BRIDGE_SECTIONS = ("model", "dataset", "optimizer", "scheduler", "train", "checkpoint", "logger", "tokenizer", "ddp")
@@ -205,9 +207,17 @@ def _with_keys_of_gpt(result: ImportResult, nemo: NemoValues) -> ImportResult:
         if model["family"] == "gpt":
             model = {**model, **setting.keys}
             keys = {f"model.{key}": value for key, value in setting.keys.items()}
+            accounts = [account for account in accounts if not account.keys.keys() & keys.keys()]
             accounts.append(Account(setting.path, "translated", keys, ""))
         else:
             accounts.append(Account(setting.path, "refused", {}, f"model.family={model['family']} has no such key"))
+    if nemo.of_gemma2 is not None:
+        fields = GPTConfig.model_fields
+        defaults = {name: field.get_default(call_default_factory=True) for name, field in fields.items()}
+        model = {"max_position_embeddings": nemo.positions, **model}
+        model = gemma2_section(model, nemo.of_gemma2, defaults)
+        keys = {f"model.{key}": value for key, value in nemo.of_gemma2.items()}
+        accounts.append(Account(SCALAR, "translated", {"model.family": "gemma", **keys}, ""))
     return replace(result, sections={**result.sections, "model": model}, accounts=accounts)
 
 

@@ -12,12 +12,14 @@ from typing import Any
 
 from mt_core.errors import ConfigError, did_you_mean
 from mt_import.megatron_arguments.translation import Account
+from mt_import.readers.nemo_gemma2 import gemma2_keys, is_of_gemma2
 
 MISSING = "???"
 """Value that the command line has to give."""
 GIVEN_LATER = ("model.data.", "model.tokenizer.")
 """Keys whose values a file may leave to the command line: data and tokenizer are added to what is imported."""
 ACTIVATION, EMBEDDING = "model.activation", "model.apply_embedding_scaling"
+POSITIONS = "model.position_embedding_type"
 PARALLEL = "mcore_customization_config.parallel_attention"
 GEGLU = ("geglu", "fast-geglu")
 DATA, MOCK = "model.data.data_prefix", "model.data.mock_dataset"
@@ -49,7 +51,6 @@ CHANGES: Mapping[str, tuple[tuple[Any, ...], str]] = {
     "model.ffn_dropout": ((0,), "dropout within the feed-forward"),
     "model.use_scaled_init_method": ((True,), "the same deviation for all matrices at the start"),
     "mcore_customization_config.new_decoder_architecture": ((False,), "two norms side by side"),
-    "model.sqrt_query_pre_attn_scalar": ((), "Gemma 2, whose layers NeMo's code has; write model.family=gemma2"),
     # A file for all of Megatron-Core's models names its own.
     **dict.fromkeys(("model.model_parent", "model.model_name", "model.data.dataset_type"), (("gpt",), "another model")),
     "model.data.drop_last": ((True,), "a last batch that is not full"),
@@ -78,13 +79,16 @@ OF_SELECTIVE = "which layers recompute their attention changes memory alone; her
 class NemoValues:
     """flat: with Megatron's words in place of NeMo's. entry: name of the script that trains such a model. missing: keys
     that the command line has to give. accounts: of what cannot be done or has no effect. of_gpt: keys of [model] of the
-    family gpt, which Megatron has no words for."""
+    family gpt, which Megatron has no words for. of_gemma2: keys of the family gemma, of a Gemma 2, and `positions` that
+    it has."""
 
     flat: dict[str, Any]
     entry: str
     missing: list[str]
     accounts: list[Account]
     of_gpt: dict[str, NemoKey]
+    of_gemma2: dict[str, Any] | None = None
+    positions: int = 0
 
 
 @dataclass(frozen=True)
@@ -109,11 +113,18 @@ def in_megatrons_words(flat: Mapping[str, Any]) -> NemoValues:
     unused = _of_selective(flat)
     accounts += [Account(f"{key} {flat[key]}", "no effect", {}, OF_SELECTIVE) for key in unused]
     of_gpt = {setting.path: setting for setting in _beyond_megatron(flat)}
-    apart = {*missing, *changed, *of_gpt, *unused}
+    gemma2 = gemma2_keys(flat)
+    apart = {*missing, *changed, *of_gpt, *unused, *(key for key in flat if gemma2 and is_of_gemma2(key))}
     kept = {key: value for key, value in flat.items() if key not in apart}
     kept |= _schedule(kept) | _optimizer(kept) | _normalization(kept) | _fp8(kept) | _layer_pattern(kept)
     kept |= _fill_in_the_middle(kept)
-    return NemoValues(kept, _entry(kept), missing, accounts, of_gpt)
+    if POSITIONS in of_gpt:
+        kept[POSITIONS] = "none"
+    return NemoValues(kept, _entry(kept), missing, accounts, of_gpt, gemma2, _longest(flat))
+
+
+def _longest(flat: Mapping[str, Any]) -> int:
+    return int(flat.get("model.max_position_embeddings") or flat.get("model.encoder_seq_length") or 0)
 
 
 def _is_off(key: str, flat: Mapping[str, Any]) -> bool:
@@ -144,6 +155,8 @@ def _beyond_megatron(flat: Mapping[str, Any]) -> Iterator[NemoKey]:
         yield NemoKey(ACTIVATION, {"activation": "geglu_tanh" if flat.get("model.openai_gelu") else "geglu"})
     if flat.get(EMBEDDING):
         yield NemoKey(EMBEDDING, {"embedding_multiplier": float(flat["model.hidden_size"]) ** 0.5})
+    if flat.get(POSITIONS) == "alibi":
+        yield NemoKey(POSITIONS, {"position_embedding_type": "alibi"})
     if flat.get(PARALLEL):
         yield NemoKey(PARALLEL, {"parallel_residual": True, "parallel_residual_norms": 1})
 
