@@ -18,6 +18,7 @@ from mt_ckpt.files.safetensors import SafetensorsFile, TensorInfo
 from mt_ckpt.files.stored_formats import StoredFormat
 from mt_ckpt.hugging_face.absent_layers import absent_layers
 from mt_ckpt.hugging_face.activation_scales import ActivationScales
+from mt_ckpt.hugging_face.base_class import with_prefix, without_head
 from mt_ckpt.hugging_face.family import Family, held_config, require_names
 from mt_ckpt.hugging_face.tensors import TensorFile, TensorFiles, infer, with_elements
 from mt_ckpt.hugging_face.tokenizer import image_processor, read_tokenizer_files, tokenizer_config
@@ -52,6 +53,8 @@ def open_checkpoint(path: Path, host: PluginHost) -> HuggingFaceReader:
     external = _read_json(path / CONFIG, written)
     tensors, external = dequantized(_open_tensors(path, written), _with_settings_beside(path, external, written))
     tensors = with_elements(tensors)
+    external = without_head(external, tensors.infos)
+    tensors = with_prefix(tensors)
     identified = identify_variant(external, list(tensors.infos), host)
     family, config = identified.family, identified.config
     # Optional in a family of a plugin.
@@ -371,7 +374,9 @@ def read_module(module: PreTrainedModelLike, host: PluginHost) -> HuggingFaceRea
     """
     # The class is the architecture, also of a module that was built and not loaded.
     external = {**module.config.to_dict(), "architectures": [type(module).__name__]}
-    tensors = ModuleTensors(module)
+    stored = ModuleTensors(module)
+    external = without_head(external, stored.infos)
+    tensors = with_prefix(stored)
     identified = identify_variant(external, list(tensors.infos), host)
     family, config = identified.family, identified.config
     model = {"family": family.family, **config.model.model_dump(mode="json", exclude_defaults=True)}
