@@ -136,7 +136,9 @@ def test_what_is_read_computes_the_same(keys: dict[str, Any], make_model, host, 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", BESIDE_TOWERS)
-def test_a_decoder_beside_a_tower_is_written_and_read_as_one(name: str, make_model, host, tmp_path: Path) -> None:
+def test_a_decoder_beside_a_tower_is_written_and_read_as_one(
+    name: str, make_model, host, tmp_path: Path, caplog
+) -> None:
     """From Hugging Face's format too. Names are those that the package knows, and the tower is reported as left out."""
     source = make_model(**BESIDE_TOWERS[name])
     report = convert(source, tmp_path / "g", saver="gguf", host=host)
@@ -153,9 +155,26 @@ def test_a_decoder_beside_a_tower_is_written_and_read_as_one(name: str, make_mod
     assert len(stored) == len(read.tensors)
     for tensor in read.tensors:
         np.testing.assert_array_equal(tensor.data, stored[tensor.name])
+    caplog.clear()
     convert(tmp_path / "g", tmp_path / "back", saver="mt", host=host)
+    assert f"GGUF of the architecture {name} holds the decoder of a model with an image tower" in caplog.text
     ours, theirs = (logits_of(path, host) for path in (source, tmp_path / "back"))
     torch.testing.assert_close(theirs, ours, rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize("stated", [None, [2, 0, 0]])
+@pytest.mark.parametrize("name", ["qwen35", "qwen35moe"])
+def test_sections_of_pictures_of_a_decoder_come_back(name: str, stated, make_model, host, tmp_path: Path) -> None:
+    """Text alone is computed the same whatever they are, and programs with the image tower read them."""
+    source = make_model(**IN_LLAMA_CPP[name], mrope_section=stated)
+    convert(source, tmp_path / "g", saver="gguf", host=host)
+    key = gguf.Keys.Rope.DIMENSION_SECTIONS.format(arch=name)
+    sections = gguf.GGUFReader(tmp_path / "g" / "g.gguf").fields[key].contents()
+    pairs = model_config(open_checkpoint(source), host).model.rotary_dim // 2
+    # Time, height, width, and a fourth.
+    assert (len(sections), sum(sections)) == (4, sum(stated) if stated else pairs)
+    convert(tmp_path / "g", tmp_path / "back", saver="mt", host=host)
+    assert model_config(open_checkpoint(tmp_path / "back"), host).model.mrope_section == stated
 
 
 def logits_of(path: Path, host: PluginHost) -> torch.Tensor:

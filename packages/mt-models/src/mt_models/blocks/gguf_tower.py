@@ -4,7 +4,7 @@ nor writes. A file is read as the decoder's family, whose positions are the same
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -23,7 +23,7 @@ from mt_models.blocks.gguf_decoder import (
     norms,
     write_shape,
 )
-from mt_models.gguf import External
+from mt_models.gguf import External, Metadata
 
 log = logging.getLogger(__name__)
 DECODER = "language_model."
@@ -69,6 +69,20 @@ def write_decoder(text: External, architecture: str) -> dict[str, Any]:
         # Pairs of channels that turn with time, height, width, and none with a fourth.
         "rope.dimension_sections": [*sections, 0],
     }
+
+
+def read_as_text(architecture: str, read: Callable[[Metadata], dict[str, Any]]) -> Callable[[Metadata], dict[str, Any]]:
+    """The reader of a decoder's family for a file of a model with an image tower, which says what is left out."""
+
+    def read_decoder(metadata: Metadata) -> dict[str, Any]:
+        log.warning(
+            "GGUF of the architecture %s holds the decoder of a model with an image tower: it is read as a model of "
+            "texts, without the tower (mmproj) and the sections of its positions (rope.dimension_sections)",
+            architecture,
+        )
+        return read(metadata)
+
+    return read_decoder
 
 
 def _without_sections(text: External) -> External:

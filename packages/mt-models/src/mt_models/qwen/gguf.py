@@ -17,6 +17,7 @@ from mt_models.blocks.gguf_decoder import (
     tied_output,
     write_shape,
 )
+from mt_models.blocks.gguf_tower import read_as_text
 from mt_models.gguf import External, GGUFArchitecture, GGUFFamily, require
 from mt_models.qwen.config import QwenConfig
 
@@ -43,7 +44,7 @@ ARCHITECTURES = tuple(
 
 # Decoders of models with an image tower, whose positions are the same in texts; they are read and not written.
 WITH_TOWER = tuple(
-    GGUFArchitecture(name, kind, DENSE, read_shape, write, applies=lambda external: False)
+    GGUFArchitecture(name, kind, DENSE, read_as_text(name, read_shape), write, applies=lambda external: False)
     for name, kind in (("qwen2vl", "qwen2"), ("qwen3vl", "qwen3"))
 )
 

@@ -25,6 +25,7 @@ from mt_models.blocks.gguf_decoder import (
     tied_output,
     write_shape,
 )
+from mt_models.blocks.gguf_tower import read_as_text
 from mt_models.blocks.hugging_face_moe import renamed
 from mt_models.blocks.moe import MoEOptions
 from mt_models.gguf import External, GGUFArchitecture, GGUFFamily, Key, Metadata, require
@@ -144,7 +145,12 @@ GLM4 = GGUFArchitecture(
 
 # The decoder of a model with an image tower, whose positions are the same in texts; it is read and not written.
 WITH_TOWER = GGUFArchitecture(
-    "qwen3vlmoe", QWEN3.model_type, QWEN3.keys, read_qwen3, write_qwen, applies=lambda external: False
+    "qwen3vlmoe",
+    QWEN3.model_type,
+    QWEN3.keys,
+    read_as_text("qwen3vlmoe", read_qwen3),
+    write_qwen,
+    applies=lambda external: False,
 )
 
 GGUF = GGUFFamily(

@@ -48,6 +48,8 @@ from mt_models.qwen_next.config import QwenNextConfig
 from mt_models.qwen_next.hugging_face import ALSO_MTP, DENSE, MTP, NEXT, SPARSE
 
 INTERVAL = "full_attention_interval"
+SECTIONS = "rope.dimension_sections"
+"""Pairs of channels that turn with time, height, width, and none with a fourth. llama.cpp needs them of Qwen3.5."""
 
 
 # -- operations ----------------------------------------------------------------------------------------
@@ -175,6 +177,18 @@ def read(metadata: Metadata) -> dict[str, Any]:
     }
 
 
+def read_with_sections(metadata: Metadata) -> dict[str, Any]:
+    values, pairs = read(metadata), metadata.need("rope.dimension_count", int) // 2
+    return {**values, "rope_scaling": _with_sections(values["rope_scaling"], metadata.numbers(SECTIONS)[:3], pairs)}
+
+
+def _with_sections(scaling: dict[str, Any] | None, stated: list[int], pairs: int) -> dict[str, Any] | None:
+    """rope_scaling with the sections of pictures, where the file states others than those of a model without them."""
+    if stated == sections(pairs)[:3]:
+        return scaling
+    return {**(scaling or {"rope_type": "default"}), "mrope_section": stated, "mrope_interleaved": True}
+
+
 def kinds_of(layers: int, interval: int) -> list[str]:
     return [LINEAR if (layer + 1) % interval else FULL for layer in range(layers)]
 
@@ -201,7 +215,7 @@ def write(external: External) -> dict[str, Any]:
         "ssm.inner_size": external["linear_value_head_dim"] * external["linear_num_value_heads"],
         INTERVAL: interval,
         # Channels that turn by the time, height and width of a picture; in text the three are equal.
-        **({} if architecture == "qwen3next" else {"rope.dimension_sections": stated or sections(rotated // 2)}),
+        **({} if architecture == "qwen3next" else {SECTIONS: stated or sections(rotated // 2)}),
     }
 
 
@@ -232,8 +246,8 @@ EXPERTS = (
 )
 ARCHITECTURES = (
     GGUFArchitecture(NAMES[NEXT], NEXT, (*COMMON, FEED_FORWARD, *EXPERTS), read, write_next),
-    GGUFArchitecture(NAMES[DENSE], DENSE, (*COMMON, FEED_FORWARD), read, write),
-    GGUFArchitecture(NAMES[SPARSE], SPARSE, (*COMMON, *EXPERTS), read, write),
+    GGUFArchitecture(NAMES[DENSE], DENSE, (*COMMON, FEED_FORWARD), read_with_sections, write),
+    GGUFArchitecture(NAMES[SPARSE], SPARSE, (*COMMON, *EXPERTS), read_with_sections, write),
 )
 
 GGUF = GGUFFamily(family="qwen_next", architectures=ARCHITECTURES, name_map=name_map, copies=tied_output)
