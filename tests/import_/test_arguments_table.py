@@ -13,6 +13,8 @@ from mt_cli.config_fields import section_fields, section_names
 from mt_core.checkpoint_lookup import open_checkpoint
 from mt_core.plugins import PluginHost
 from mt_import.megatron_arguments.command_line import parse_arguments
+from mt_import.megatron_arguments.derived import derive_values
+from mt_import.megatron_arguments.entry_scripts import entry_script
 from mt_import.megatron_arguments.table import (
     REASONS,
     WITH,
@@ -395,3 +397,26 @@ def test_the_page_says_what_the_table_says() -> None:
         decided = {key: [option for option in options if option in known.get(key, ())] for key in keys}
         assert all(decided.values()), (left, decided)
     assert f"All {len(arguments())} options" in text
+
+
+@pytest.mark.parametrize(
+    ("words", "keys"),
+    [
+        (
+            "--activations-checkpoint-method block --activations-checkpoint-num-layers 3",
+            {"recompute_granularity": "full", "recompute_method": "block", "recompute_num_layers": 3},
+        ),
+        (
+            "--activations-checkpoint-method uniform",
+            {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1},
+        ),
+        ("--fp8-hybrid", {"fp8": "hybrid"}),
+        ("--fp32-allreduce --min-scale 2", {"accumulate_allreduce_grads_in_fp32": True, "min_loss_scale": 2.0}),
+    ],
+)
+def test_names_of_older_versions_have_the_values_of_newer_ones(words: str, keys: dict[str, Any]) -> None:
+    given = "--num-layers 2 --hidden-size 64 --num-attention-heads 4 --max-position-embeddings 64 --seq-length 64"
+    given = f"{given} --micro-batch-size 2 --train-iters 5 --lr 1e-3 {words}"
+    parsed = {dest: argument.value for dest, argument in parse_arguments(given.split()).items()}
+    values = derive_values(parsed, entry_script("gpt"), "0.12")
+    assert {key: values[key] for key in keys} == keys

@@ -61,6 +61,18 @@ CONFS = (
     *("qwen/Qwen2.5-0.5B-Instruct", "qwen/Qwen2.5-7B-Instruct", "qwen/Qwen3-0.6B", "qwen/Qwen3-235B-A22B"),
     *("qwen/Qwen3-30B-A3B", "qwen/Qwen3-8B"),
 )
+FIGURES = (*(f"figure_{number}" for number in range(11, 19)), "table_1")
+"""Which set arguments and submit a job that reads them."""
+MIMO = {"DRY_RUN": "false", "DEBUG_MODE": "false"}
+PROVIDED = ("mock_train", "vlm_train", "avlm_train", "video_vlm_train")
+NANO = "llama_3p1_nemotron_nano_vl_8b_v1"
+WITHOUT_TRAINING = (
+    *("inference/**/*", "**/*text_gen*", "academic_paper_scripts/msdp/*", "**/preprocess*", "**/*generate-*"),
+    *("multimodal/combine_*", "academic_paper_scripts/sc21/S*", "academic_paper_scripts/sc21/CONFIG.sh"),
+    *(f"post_training/modelopt/{name}*" for name in ("conf/arguments", "convert", "export", "generat", "mmlu")),
+    *(f"post_training/modelopt/{name}*" for name in ("offline_feature_extract", "prune", "quantize", "validate")),
+)
+"""Scripts that generate, convert or prepare, and parts that others read."""
 FINETUNED = ("qwen/Qwen3-8B", "meta-llama/Llama-4-Scout-17B-16E-Instruct")
 SCRIPTS = (
     Script("bert/train_bert_340m_distributed.sh", ("c", "t", "v", "d"), {"NUM_NODES": "16"}),
@@ -77,12 +89,33 @@ SCRIPTS = (
         why="--train-iters counts iterations and --rampup-batch-size samples",  # Megatron refuses it, too
     ),
     Script("retro/train_retro_2b_distributed.sh", ("c", "t"), why="--max-position-embeddings"),  # in a project folder
+    *(Script(f"academic_paper_scripts/sc21/run_{name}.sh", (), SC21) for name in FIGURES),
+    Script(
+        "academic_paper_scripts/detxoify_lm/finetune_gpt_distributed-1.3b.sh",
+        ("d", "s", "1e-5", "16", "100", "c"),
+        {"DATA_BLEND": "0"},
+        why="--data-path2 is no option of Megatron's",  # of a program beside it
+    ),
+    Script("post_training/modelopt/eagle3.sh", ("qwen/Qwen3-8B",), POST_TRAINING, "gpt", "finetune.py"),
+    *(
+        Script(f"mimo/scripts/run_{name}.sh", ("d", "c"), MIMO, why="--model-provider is no option")
+        for name in PROVIDED
+    ),
     Script("multimodal/pretrain_mistral_clip.sh", (), {**MULTIMODAL, "DATA_TRAIN": "shards.tar"}),
     Script("multimodal/sft_mistral_clip.sh", (), {**MULTIMODAL, "DATA_TRAIN": "shards.tar", "LOAD_ITER": "1"}),
     *(
         Script(f"multimodal/nvlm/{name}.sh", (), MULTIMODAL, program="145" if "72b" in name else "142", why=INTERNVIT)
         for name in ("pretrain_qwen20_72b_internvit_6b", "pretrain_yi_34b_internvit_6b")
     ),
+    *(
+        Script(f"multimodal/nvlm/{name}.sh", (), {**MULTIMODAL, "BATCH": "0"}, why=why)
+        for name, why in (
+            ("sft_34b_internvit", INTERNVIT),
+            ("sft_qwen2p5_7b_internvit_6b_video", INTERNVIT),
+            ("sft_qwen20_72b_internvit_6b", "does not divide the 8 processes"),  # pipeline stages of four nodes on one
+        )
+    ),
+    *(Script(f"multimodal/{NANO}/{name}_{NANO}.sh", (), MULTIMODAL, why="RADIO") for name in ("pretraining", "sft")),
 )
 """Scripts of examples/ that start a training of Megatron's, or set the arguments of one."""
 REFUSED: Mapping[str, str] = {
@@ -177,6 +210,18 @@ def test_functional_tests_import_and_train(host: PluginHost, tmp_path: Path) -> 
     unnamed = {name: why for name, why in failed.items() if not any(k in name and w in why for k, w in REFUSED.items())}
     assert unnamed == {}
     assert 1 - len(failed) / total >= GOAL, failed
+
+
+def test_every_script_that_starts_a_training_is_in_the_list() -> None:
+    """Three quarters of them are imported."""
+    examples = folders()[0] / "examples"
+    present = {str(path.relative_to(examples)) for path in examples.glob("**/*.sh")}
+    others = {str(path.relative_to(examples)) for pattern in WITHOUT_TRAINING for path in examples.glob(pattern)}
+    listed = {script.path for script in SCRIPTS}
+    assert len(present) > 80
+    assert present - others - listed == set()
+    refused = {script.path for script in SCRIPTS if script.why}
+    assert 1 - len(refused) / len(listed) > 0.7
 
 
 @pytest.mark.parametrize("script", SCRIPTS, ids=lambda script: script.path.rpartition("/")[2])

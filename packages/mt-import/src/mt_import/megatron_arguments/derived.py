@@ -57,6 +57,7 @@ def derive_values(
             check(arguments)
     # presets: args_defaults of Megatron's scripts, which count where an argument was not given.
     values = {**defaults(version), **entry.presets, **(PART if is_part else {}), **arguments}
+    _former_names(values, arguments)
     # In Megatron's order: later rules read what earlier ones have filled in.
     for rule in (_aliases, _hybrid_pattern, _shape, _heads, _precision, _layout, _weight_decay, _recompute):
         with problems.collect():
@@ -132,6 +133,28 @@ def _check_pairs(arguments: Mapping[str, Any]) -> None:
 
 
 # -- derived values ------------------------------------------------------------------------------------
+
+
+FORMER: Mapping[str, str] = {
+    "activations_checkpoint_method": "recompute_method",
+    "activations_checkpoint_num_layers": "recompute_num_layers",
+    "checkpoint_num_layers": "recompute_num_layers",
+    "distribute_checkpointed_activations": "distribute_saved_activations",
+    "fp32_allreduce": "accumulate_allreduce_grads_in_fp32",
+    "min_scale": "min_loss_scale",
+}
+"""Attribute of versions before 0.12 -> the one that has its value since."""
+
+
+def _former_names(values: Values, arguments: Mapping[str, Any]) -> None:
+    for former, name in FORMER.items():
+        if former in arguments and name not in arguments:
+            values[name] = arguments[former]
+    if values["activations_checkpoint_method"] is not None:
+        values["recompute_granularity"] = "full"
+        values["recompute_num_layers"] = values["recompute_num_layers"] or values["activations_checkpoint_num_layers"]
+    for name in ("e4m3", "hybrid"):
+        values["fp8"] = name if values[f"fp8_{name}"] else values["fp8"]
 
 
 def _aliases(values: Values) -> None:
