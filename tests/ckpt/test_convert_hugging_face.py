@@ -395,13 +395,20 @@ LLAMA_CONFIG = {
     "max_position_embeddings": 64,
 }
 ABSURD = {
-    "null": ({"rms_norm_eps": None}, r"rms_norm_eps=None cannot be used: "),
-    "text": ({"rope_theta": "x"}, r"rope_theta='x' cannot be used: could not convert string to float"),
-    "text for a table": ({"rope_scaling": "x"}, r"rope_scaling='x' cannot be used"),
-    "a list for a table": ({"rope_scaling": [1]}, r"rope_scaling=\[1\] cannot be used"),
-    "layers": ({"num_hidden_layers": 10**9}, r"num_hidden_layers=1e\+09, and the checkpoint has 1 tensors in all"),
-    "layers as a float": ({"num_hidden_layers": 1e9}, r"num_hidden_layers=1e\+09"),
-    "sizes": ({"hidden_size": 1e18}, r"model.hidden_size .*expected an integer"),
+    "null": ({"rms_norm_eps": None}, r"rms_norm_eps=null is not supported; it can be a number"),
+    "text": ({"rope_theta": "x"}, r"rope_theta='x' is not supported; it can be a number"),
+    "text for a table": ({"rope_scaling": "x"}, r"rope_scaling='x' is not supported; it can be a JSON object"),
+    "a list for a table": ({"rope_scaling": [1]}, r"rope_scaling=\[1\] is not supported; it can be a JSON object"),
+    "layers": ({"num_hidden_layers": 20_000}, r"num_hidden_layers=20000, and the checkpoint has 1 tensors in all"),
+    "more layers": (
+        {"num_hidden_layers": 10**9},
+        r"num_hidden_layers=1000000000 is not supported; it can be at least 0 and at most",
+    ),
+    "layers as a float": (
+        {"num_hidden_layers": 1e9},
+        r"num_hidden_layers=1000000000\.0 is not supported; .* an integer",
+    ),
+    "sizes": ({"hidden_size": 1e18}, r"hidden_size=1e\+18 is not supported; it can be an integer"),
 }
 
 

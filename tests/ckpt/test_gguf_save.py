@@ -317,6 +317,23 @@ def test_ids_of_a_model_without_a_tokenizer_come_back_and_none_is_invented(
     assert (tmp_path / "back" / "generation_config.json").is_file() == bool(ids)
 
 
+def test_further_ends_have_keys_and_those_without_one_are_named(make_model, host, tmp_path: Path) -> None:
+    """llama.cpp stops at eos, eot and eom; a model that ends its turn by a token that is left out never stops there."""
+    convert(make_model(**LLAMA), tmp_path / "hf", saver="hf", host=host)
+    (tmp_path / "hf" / CHECKSUMS).unlink()
+    (tmp_path / "hf" / "generation_config.json").write_text(json.dumps({"eos_token_id": [5, 7, 2, 9, 5]}))
+    report = convert(tmp_path / "hf", tmp_path / "gguf", saver="gguf", host=host)
+    (note,) = report.notes
+    assert note.endswith("(eos=5, eot=7, eom=2): 9")
+    reader = gguf.GGUFReader(tmp_path / "gguf" / "gguf.gguf")
+    keys = gguf.Keys.Tokenizer
+    fields = [reader.get_field(key) for key in (keys.EOS_ID, keys.EOT_ID, keys.EOM_ID)]
+    assert [field.contents() for field in fields if field is not None] == [5, 7, 2]
+    again = convert(tmp_path / "gguf", tmp_path / "back", saver="hf", host=host)
+    assert json.loads((tmp_path / "back" / "generation_config.json").read_text())["eos_token_id"] == [5, 7, 2]
+    assert again.notes == ()
+
+
 def scored_tokenizer() -> tuple[dict[str, bytes], Tokenizer]:
     """A byte-fallback BPE like Llama 2's, as the tokenizers library has it."""
     from tokenizers import AddedToken, decoders, models, normalizers, trainers

@@ -153,7 +153,7 @@ def test_the_contract_and_the_data_import_no_torch() -> None:
 ORDER = (
     {"errors", "versions", "tensor_slice", "_torch_compat", "_huge_pages", "json_objects", "run_events", "wording"},
     {"paths", "run_requests", "run_state", "sandbox"},
-    {"retention"},
+    {"retention", "config_types"},
     {"interfaces", "kinds"},
     {"checkpoint_specs"},
     {"specs", "checkpoint_base"},
@@ -161,6 +161,7 @@ ORDER = (
     {"plugins"},
     {"checkpoint_lookup", "commands"},
     {"config", "name_map", "config_map"},
+    {"config_refusals"},
     {"data"},
     {"parallel"},
     {"nn"},

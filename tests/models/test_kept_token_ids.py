@@ -92,6 +92,19 @@ def test_null_and_a_list_are_kept(host) -> None:
     assert (text["bos_token_id"], text["eos_token_id"]) == (None, [5, 6])
 
 
+def test_a_null_that_a_key_of_the_model_has_a_number_for_is_null_until_that_key_changes(host) -> None:
+    """Positions of pictures take embeddings of each layer of `per_layer_image_token`, 0 where config.json has null."""
+    config, family = config_of(CASES["gemma4 with pictures"]), family_named("gemma4_vl", host)
+    external = contents(config)
+    external["text_config"] |= {"pad_token_id": None}
+    model = read_config(family, external, host).model
+    assert model.language_model.per_layer_image_token == 0
+    assert family.write_config(model)["text_config"]["pad_token_id"] is None
+    text = model.language_model.model_copy(update={"per_layer_image_token": 7})
+    changed = family.write_config(model.model_copy(update={"language_model": text}))
+    assert changed["text_config"]["pad_token_id"] == 7
+
+
 def test_an_id_that_a_key_of_the_model_has_follows_that_key(host) -> None:
     config, family = config_of(CASES["qwen3_vl"]), family_named("qwen3_vl", host)
     model = read_config(family, {**contents(config), "image_token_id": 50}, host).model

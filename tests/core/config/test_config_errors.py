@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from mt_core.config.checks import must_divide_all
+from mt_core.config.checks import divisors, must_divide_all
 from mt_core.config.loading import load_config
 from mt_core.config.schema import CORE_SECTIONS, REGISTRY_OF_SECTION
 from mt_core.config.sources import find_preset
@@ -271,6 +271,14 @@ def test_a_preset_of_two_families_is_a_conflict() -> None:
         ConfigError, match=r'"a" \(dist-a 1\.0\) for family a and plugin "b" \(dist-b 1\.0\) for family b'
     ):
         find_preset("small", host)
+
+
+def test_divisors_of_any_number_are_found_at_once() -> None:
+    assert [divisors(number) for number in range(400)] == [
+        [d for d in range(1, number + 1) if number % d == 0] for number in range(400)
+    ]
+    # 2^30 5^30 has 31 * 31 divisors; the second is a prime.
+    assert (len(divisors(10**30)), divisors(999_999_999_989)) == (961, [1, 999_999_999_989])
 
 
 def test_the_sizes_of_a_message_pass_all_its_rules() -> None:

@@ -4,7 +4,7 @@ or file of another format, such as Mistral's own with `params.json`, is read as 
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
+from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
@@ -15,10 +15,14 @@ from mt_core.checkpoint_specs import CHECKPOINT_LOADERS, CheckpointLoaderSpec
 from mt_core.config.loading import config_from_dict
 from mt_core.config.schema import Config
 from mt_core.config_map import CONFIG, HF_FORMAT, PARTS, QUANTIZATION_KEYS, model_section, read_hf_config, unquantized
+from mt_core.config_refusals import read_model
+from mt_core.config_types import FIELD_TYPES, INTEGER
 from mt_core.errors import ConfigError, MtError
 from mt_core.plugins import PluginHost
 
 MOST_PROBLEMS = 20
+LARGEST_SIZE = 2**31 - 1
+"""Above it a size is named where no tensors can be made."""
 
 
 @dataclass(frozen=True)
@@ -72,7 +76,7 @@ def check_model(path: Path, host: PluginHost) -> ModelCheck:
             problems = [_config_problem(error, external)]
         # torch's, for shapes that no tensor can have.
         except (TypeError, RuntimeError, OverflowError) as error:
-            problems = [Problem("config.json", [], f"its sizes make no tensors: {str(error).splitlines()[0]}")]
+            problems = [_without_tensors(error, external)]
     tensors: int | None = None
     left_out: Mapping[str, int] = {}
     # Without a family the names of tensors say nothing.
@@ -127,21 +131,21 @@ def _read(external: Mapping[str, Any], host: PluginHost) -> tuple[Config | None,
             problems.append(problem)
             # Further problems show when the fields of this one are at their defaults.
             removed = [name for name in problem.names if name != "model_type"]
-            # Without a part nothing more can be said of the model.
-            if not removed or set(removed) & set(PARTS):
+            # Without a part or a size nothing more can be said of the model.
+            if not removed or any(_is_needed(name) for name in removed):
                 break
-            left = {key: value for key, value in left.items() if key not in removed}
+            left = _without(left, removed)
     return None, problems
+
+
+def _is_needed(path: str) -> bool:
+    name = path.rpartition(".")[2]
+    return name in PARTS or (name in FIELD_TYPES and INTEGER in FIELD_TYPES[name].types)
 
 
 def _configuration(external: Mapping[str, Any], host: PluginHost) -> Config:
     """Raises ConfigError for a field that is unknown or has a value that no family reads, and for impossible shapes."""
-    config = config_from_dict({"model": model_section(external, host)}, host)
-    # How long samples are is not the model's: as long as its positions.
-    text = getattr(config.model, "decoder", config.model)
-    length = getattr(text, "max_position_embeddings", None) or config.data.seq_length
-    host.check_config(config.model_copy(update={"data": config.data.model_copy(update={"seq_length": length})}))
-    return config
+    return read_model(lambda table: model_section(table, host), external, host)
 
 
 def _storage_problems(stored: Mapping[str, Any], host: PluginHost) -> list[Problem]:
@@ -166,8 +170,44 @@ def _quantization(external: Mapping[str, Any]) -> str | None:
 
 def _config_problem(error: MtError, external: Mapping[str, Any]) -> Problem:
     words = set(re.findall(r"[\w.]+", str(error)))
-    named = [key for key in external if key in words or any(word.startswith(f"{key}.") for word in words)]
-    return Problem("config.json", named, str(error))
+    return Problem("config.json", list(_named(external, words)), str(error))
+
+
+def _without_tensors(error: Exception, external: Mapping[str, Any]) -> Problem:
+    huge = dict(_huge_sizes(external))
+    shown = f" ({', '.join(f'{path}={value}' for path, value in huge.items())})" if huge else ""
+    return Problem("config.json", list(huge), f"its sizes make no tensors{shown}: {str(error).splitlines()[0]}")
+
+
+def _huge_sizes(external: Mapping[str, Any], within: str = "") -> Iterator[tuple[str, int]]:
+    for key, value in external.items():
+        if isinstance(value, Mapping):
+            yield from _huge_sizes(value, f"{within}{key}.")
+        elif isinstance(value, int) and value > LARGEST_SIZE and key in FIELD_TYPES:
+            yield f"{within}{key}", value
+
+
+def _named(external: Mapping[str, Any], words: Collection[str], within: str = "") -> Iterator[str]:
+    """Fields that a message names; those of a part with the path to them, and the part where it is named alone."""
+    for key, value in external.items():
+        path = f"{within}{key}"
+        # Words of how tensors are stored stand in many tables.
+        is_part = isinstance(value, Mapping) and key not in QUANTIZATION_KEYS
+        inner = list(_named(value, words, f"{path}.")) if is_part else []
+        if inner:
+            yield from inner
+        elif path in words or any(word.startswith(f"{path}.") for word in words):
+            yield path
+
+
+def _without(external: Mapping[str, Any], paths: Collection[str]) -> dict[str, Any]:
+    """config.json without these fields."""
+    inner = {key: [path.removeprefix(f"{key}.") for path in paths if path.startswith(f"{key}.")] for key in external}
+    return {
+        key: _without(value, inner[key]) if inner[key] and isinstance(value, Mapping) else value
+        for key, value in external.items()
+        if key not in paths
+    }
 
 
 # -- tensors -----------------------------------------------------------------------------------------

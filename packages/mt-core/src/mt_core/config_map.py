@@ -12,6 +12,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from mt_core.config_types import require_types
 from mt_core.errors import CheckpointError, ConfigError
 from mt_core.specs import MODELS
 
@@ -92,6 +93,9 @@ class ConfigMap:
             if entry.theirs in external and external[entry.theirs] not in entry.values:
                 legal = " or ".join(repr(value) for value in entry.values)
                 raise ConfigError(f"{entry.theirs}={external[entry.theirs]!r} is not supported; it can be {legal}")
+        for f in self.fields:
+            if f.default is not None and external.get(f.theirs, f.default) is None:
+                raise ConfigError(f"{f.theirs}=null is not supported; leave it out for its default, {f.default!r}")
         values = {
             f.ours: _translated(f.import_value, external.get(f.theirs, f.default), [f.theirs]) for f in self.fields
         }
@@ -126,12 +130,19 @@ def _translated(translate: Callable[[Any], Any], value: Any, keys: Sequence[str]
     try:
         return translate(value)
     except ConfigError as error:
-        if any(key in str(error) for key in keys):
+        if any(key in str(error) for key in keys) or _names_field(str(error), value):
             raise
         raise ConfigError(f"{_shown(value, keys)} cannot be used: {error}") from None
     # What a conversion of an unexpected value may raise; other exceptions are defects of the map.
     except (TypeError, ValueError, LookupError, ArithmeticError, AttributeError) as error:
         raise ConfigError(f"{_shown(value, keys)} cannot be used: {error}") from error
+
+
+def _names_field(message: str, value: Any) -> bool:
+    """Whether a message names a field of a configuration within `value`, which is a table."""
+    return isinstance(value, Mapping) and any(
+        f"{key}=" in message or _names_field(message, inner) for key, inner in value.items()
+    )
 
 
 def _shown(value: Any, keys: Sequence[str]) -> str:
@@ -170,19 +181,26 @@ PARTS = ("text_config", "vision_config", "audio_config", "thinker_config")
 """Keys of config.json that hold the configuration of a part of the model."""
 
 
-def require_parts(external: Mapping[str, Any]) -> None:
+def require_readable(external: Mapping[str, Any]) -> None:
+    """Raises ConfigError for a value of config.json that is of another type than its field has."""
+    _require_parts(external)
+    _require_type_names(external)
+    require_types(external)
+
+
+def _require_parts(external: Mapping[str, Any]) -> None:
     """Raises ConfigError for a part of config.json that is neither an object nor null, which is its defaults."""
     for key in PARTS:
         part = external.get(key)
         if isinstance(part, Mapping):
-            require_parts(part)
+            _require_parts(part)
         elif part is not None:
             raise ConfigError(
                 f"{key}={part!r:.80} is not supported; it can be a JSON object with the keys of that part of the model"
             )
 
 
-def require_type_names(external: Mapping[str, Any]) -> None:
+def _require_type_names(external: Mapping[str, Any]) -> None:
     """Raises ConfigError for a model_type that is no text, and for architectures that are neither null nor texts."""
     kind, listed = external.get("model_type", ""), external.get("architectures")
     if not isinstance(kind, str):
@@ -214,21 +232,43 @@ def tokenizer_section(external: Mapping[str, Any], vocab_size: int | None) -> di
     return tokenizer
 
 
+def installed_families(host: PluginHost) -> tuple[list[Any], list[str]]:
+    """The maps of all families of Hugging Face's, and what is wrong with those that cannot be imported."""
+    families: list[Any] = []
+    broken: list[str] = []
+    for spec in host[MODELS]:
+        if HF_FORMAT not in spec.name_maps:
+            continue
+        try:
+            families.append(spec.name_maps[HF_FORMAT].load())
+        except (ImportError, AttributeError) as error:  # another family must not suffer from it
+            broken.append(f"{spec.name} ({error})")
+    return families, broken
+
+
+def families_of(external: Mapping[str, Any], host: PluginHost) -> list[Any]:
+    """The families that know the model_type of a config.json; never none.
+
+    Raises ConfigError for a value of another type than its field has, and for a type that no family has.
+    """
+    require_readable(external)
+    kind = external.get("model_type")
+    families, broken = installed_families(host)
+    able = [family for family in families if kind in family.model_types]
+    if able:
+        return able
+    known = ", ".join(sorted({name for family in families for name in family.model_types})) or "none"
+    lost = f"; families whose maps cannot be loaded: {'; '.join(broken)}" if broken else ""
+    raise ConfigError(f"config.json: model_type={kind!r} is of no installed model family; known are {known}{lost}")
+
+
 def model_section(external: Mapping[str, Any], host: PluginHost) -> dict[str, Any]:
     """The keys of [model] that a config.json says. Of several families that know its model_type (a base model, the same
     with a head) that which has its architecture.
 
-    Raises ConfigError for a type that no family has, for a part that is no object, and for what the family cannot
-    express.
+    Raises ConfigError for what `families_of` refuses, and for what the family cannot express.
     """
-    require_parts(external)
-    require_type_names(external)
-    kind, listed = external["model_type"], external.get("architectures") or [None]
-    families = [spec.name_maps[HF_FORMAT].load() for spec in host[MODELS] if HF_FORMAT in spec.name_maps]
-    able = [family for family in families if kind in family.model_types]
-    if not able:
-        known = ", ".join(sorted({name for family in families for name in family.model_types})) or "none"
-        raise ConfigError(f"model_type={kind!r} is of no installed model family; known are {known}")
+    able, listed = families_of(external, host), external.get("architectures") or [None]
     # "architectures" names the class that was saved, such as one with a classification head.
     named = next((family for family in able if listed[0] in family.architectures.values()), None)
     if named is not None:
@@ -245,9 +285,9 @@ def model_section(external: Mapping[str, Any], host: PluginHost) -> dict[str, An
 
 def all_refuse(reasons: Mapping[str, Exception]) -> Exception:
     """What to raise where each family that knows a model_type refuses a file. reasons: family -> its error. The error
-    itself where there is one family; else a ConfigError with those of all, since any of them may be the one that is
+    itself where all say the same; else a ConfigError with those of all, since any of them may be the one that is
     meant."""
-    if len(reasons) == 1:
+    if len({str(error) for error in reasons.values()}) == 1:
         return next(iter(reasons.values()))
     listed = "; ".join(f"model.family={family}: {error}" for family, error in reasons.items())
     return ConfigError(f"config.json fits none of the families that know its model_type: {listed}")

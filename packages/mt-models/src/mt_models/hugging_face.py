@@ -13,14 +13,14 @@ import torch
 from torch import Tensor, nn
 
 from mt_core.config.schema import ModelConfig
-from mt_core.config_map import PARTS, ConfigMap, Fixed, require_known, require_parts
+from mt_core.config_map import PARTS, ConfigMap, Fixed, require_known
 from mt_core.errors import CheckpointError, ConfigError
 from mt_core.name_map import NameMap
 from mt_core.nn.layout import LayoutModule, parameter_layouts
 from mt_core.parallel.context import ParallelContext
 from mt_models.kept_token_ids import KEY as KEPT_IDS
 from mt_models.kept_token_ids import OF_GENERATION as IDS_OF_GENERATION
-from mt_models.kept_token_ids import kept_ids, token_ids, with_kept_ids
+from mt_models.kept_token_ids import kept_ids, still_null, token_ids, with_kept_ids
 
 Tensors = Mapping[str, Tensor]
 
@@ -86,7 +86,6 @@ class HuggingFaceFamily:
     def _imported(self, chosen: ConfigMap, external: Mapping[str, Any]) -> dict[str, Any]:
         """Keys of [model]. Raises ConfigError, which names the parts that are null where what they stand for does not
         fit."""
-        require_parts(external)
         try:
             return chosen.import_value(external)
         except ConfigError as error:
@@ -133,7 +132,8 @@ class HuggingFaceFamily:
         chosen = self.model_types[kind]
         external = chosen.export_value(config.model_dump(mode="json"))
         named = {"architectures": [self.architectures[kind]]} if kind in self.architectures else {}
-        return with_kept_ids({**named, "model_type": kind, **external}, config.kept_token_ids, kind)
+        kept = still_null(config.kept_token_ids, external, self.ids_read)
+        return with_kept_ids({**named, "model_type": kind, **external}, kept, kind)
 
     def model_type(self, config: ModelConfig) -> str:
         if self.model_type_of is not None:

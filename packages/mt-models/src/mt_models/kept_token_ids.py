@@ -33,19 +33,31 @@ def token_ids(external: Mapping[str, Any], within: Path = ()) -> Iterator[tuple[
 def kept_ids(external: Mapping[str, Any], read: Collection[Path], ignored: Collection[str]) -> dict[str, Any]:
     """Values of `model.kept_token_ids`, tables within tables as they are in config.json.
 
-    read: ids that other keys of [model] have. ignored: keys that are not read, among them parts that are not written
-    again.
+    read: ids that other keys of [model] have; a null within a part is kept, since such a key has a number for it.
+    ignored: keys that are not read, among them parts that are not written again.
     """
     kept: dict[str, Any] = {}
-    elsewhere = {*read, *((key,) for key in OF_GENERATION)}
+    at_top = {*read, *((key,) for key in OF_GENERATION)}
     for path, value in token_ids(external):
-        if path in elsewhere or (len(path) > 1 and path[0] in ignored):
+        is_elsewhere = path in read and value is not None if len(path) > 1 else path in at_top
+        if is_elsewhere or (len(path) > 1 and path[0] in ignored):
             continue
         table = kept
         for part in path[:-1]:
             table = table.setdefault(part, {})
         table[path[-1]] = NULL if value is None else value
     return kept
+
+
+def still_null(kept: Mapping[str, Any], external: Mapping[str, Any], read: Collection[Path]) -> dict[str, Any]:
+    """Kept ids without each null that stood for 0 where the key of [model] that has the id has another number now."""
+    values: dict[str, Any] = {}
+    for name, value in kept.items():
+        if isinstance(value, Mapping) and isinstance(external.get(name), Mapping):
+            values[name] = still_null(value, external[name], [path[1:] for path in read if path[:1] == (name,)])
+        elif not ((name,) in read and value == NULL and external.get(name)):
+            values[name] = value
+    return values
 
 
 def with_kept_ids(external: Mapping[str, Any], kept: Mapping[str, Any], kind: str, key: str = KEY) -> dict[str, Any]:

@@ -54,7 +54,8 @@ class Report:
     read_from: of a format that does not say what its model is: which file did ("config"), whose names the tensors have
     ("names"), what else is in the files ("left_out").
     notes: what of the source is not as its configuration and names say, a sentence each: layers that its config.json
-    counts and its files have not, and tensors that are left out for another one and differ from it.
+    counts and its files have not, and tensors that are left out for another one and differ from it; and what the target
+    has no place for beside tensors and files, such as one of several ends of a text.
     optimizer_left_out: why the loader did not read the optimizer that is in the files; None: it did, or there is none.
     verification: None unless it was requested.
     """
@@ -175,7 +176,7 @@ def _report(
         files_left_out=tuple(files_left_out),
         optimizer_left_out=optimizer_left_out(source.metadata),
         read_from=source.metadata.get(READ_FROM, {}),
-        notes=tuple(prepared.opened.notes()) if isinstance(prepared.opened, HuggingFaceReader) else (),
+        notes=(*(prepared.opened.notes() if isinstance(prepared.opened, HuggingFaceReader) else ()), *source.notes),
         verification=verification,
     )
 

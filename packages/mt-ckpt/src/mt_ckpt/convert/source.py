@@ -50,6 +50,8 @@ class Source:
         self.read_names: set[str] = set()
         self.omitted_names: set[str] = set()
         """Parameters of the model that the format leaves to another checkpoint, as a PEFT folder leaves the base."""
+        self.notes: list[str] = []
+        """What the format leaves out of files beside the tensors, a sentence each."""
         self.workers: PartWriter | None = None
         """Other processes that write, if any."""
         self.activation_scales: ActivationScales | None = None
@@ -114,6 +116,10 @@ class Source:
     def omit(self, names: Iterable[str]) -> None:
         """Declare that the format leaves these tensors of the model to another checkpoint; before the first read."""
         self.omitted_names.update(names)
+
+    def note(self, sentences: Iterable[str]) -> None:
+        """Declare what the format has no place for; each sentence is reported once."""
+        self.notes += [sentence for sentence in sentences if sentence not in self.notes]
 
     def unconverted(self) -> list[str]:
         """All names of the checkpoint, including those that are hidden here."""

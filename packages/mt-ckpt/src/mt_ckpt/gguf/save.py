@@ -23,7 +23,7 @@ from mt_ckpt.gguf.mixtures import Model, require_mixture, types_of
 from mt_ckpt.gguf.options import GGUFOptions
 from mt_ckpt.gguf.quantizers import quantize
 from mt_ckpt.gguf.write_file import aligned, encode_header, num_bytes
-from mt_ckpt.gguf.write_tokenizer import tokenizer_metadata
+from mt_ckpt.gguf.write_tokenizer import ends_left_out, tokenizer_metadata
 from mt_ckpt.hugging_face.family import family_named
 from mt_ckpt.hugging_face.save import Outputs
 from mt_ckpt.model import model_config
@@ -100,6 +100,8 @@ def _plan(source: CheckpointReader, options: ConvertOptions, host: PluginHost) -
     vocab_size = external.get("vocab_size", model.vocab_size)
     assert vocab_size is not None
     tokenizer = tokenizer_metadata(source.files(), int(vocab_size))
+    if lost := ends_left_out(source.files(), tokenizer, int(vocab_size)):
+        source.note(lost)  # type: ignore[attr-defined]  # conversions have it
     return _Plan({**head, **values, **tokenizer}, outputs, further, types, importance)
 
 

@@ -20,6 +20,8 @@ CONTROL, USER_DEFINED = 3, 4
 """Values of `tokenizer.ggml.token_type`: tokens that no merge makes."""
 ROLES = {"bos": "bos", "eos": "eos", "pad": "padding", "unk": "unknown"}
 """`<role>_token` there -> `tokenizer.ggml.<name>_token_id`."""
+FURTHER_ENDS = ("eot", "eom")
+"""Names of further ends, of a turn and of a message: llama.cpp stops at each of them as at eos."""
 
 BYTES: Mapping[str, Any] = {"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": True, "use_regex": False}
 GPT2: Mapping[str, Any] = {**BYTES, "use_regex": True}
@@ -86,9 +88,11 @@ def tokenizer_files(values: Mapping[str, Any], vocab_size: int | None = None) ->
     """
     tokens = list_of(values, "tokenizer.ggml.tokens", str)
     content = _contents(values, tokens) if tokens else None
-    roles = _role_ids(values, len(tokens) or vocab_size or 0)
+    size = len(tokens) or vocab_size or 0
+    roles = _role_ids(values, size)
+    generation = _defaults_of_generation(roles, _further_ends(values, size))
     if content is None:
-        return _defaults_of_generation(roles)
+        return generation
     settings = {
         "tokenizer_class": "PreTrainedTokenizerFast",
         **{f"{role}_token": tokens[number] for role, number in roles.items()},
@@ -98,7 +102,7 @@ def tokenizer_files(values: Mapping[str, Any], vocab_size: int | None = None) ->
         **_further_templates(values),
         "tokenizer.json": _json(content),
         "tokenizer_config.json": _json({key: value for key, value in settings.items() if value is not None}),
-        **_defaults_of_generation(roles),
+        **generation,
     }
 
 
@@ -118,8 +122,17 @@ def _role_ids(values: Mapping[str, Any], size: int) -> dict[str, int]:
     return {role: number for role, number in ids.items() if number is not None and 0 <= number < size}
 
 
-def _defaults_of_generation(roles: Mapping[str, int]) -> dict[str, bytes]:
-    ids = {f"{role}_token_id": number for role, number in roles.items() if role != "unk"}
+def _further_ends(values: Mapping[str, Any], size: int) -> list[int]:
+    ids = [value_of(values, f"tokenizer.ggml.{name}_token_id", int) for name in FURTHER_ENDS]
+    return [number for number in ids if number is not None and 0 <= number < size]
+
+
+def _defaults_of_generation(roles: Mapping[str, int], further: Sequence[int]) -> dict[str, bytes]:
+    """further: ends beside eos."""
+    ids: dict[str, Any] = {f"{role}_token_id": number for role, number in roles.items() if role != "unk"}
+    ends = list(dict.fromkeys([*([roles["eos"]] if "eos" in roles else []), *further]))
+    if further:
+        ids["eos_token_id"] = ends[0] if len(ends) == 1 else ends
     return {GENERATION: generation_defaults(ids)} if ids else {}
 
 

@@ -7,13 +7,14 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from mt_ckpt.gguf.sentencepiece_model import BPE, parse
-from mt_ckpt.gguf.tokenizer import CONTROL, ROLES, SPLITTINGS, USER_DEFINED
+from mt_ckpt.gguf.tokenizer import CONTROL, FURTHER_ENDS, ROLES, SPLITTINGS, USER_DEFINED
 from mt_ckpt.hugging_face.tokenizer import CHAT_TEMPLATE, GENERATION, MORE_TEMPLATES
 from mt_core.errors import CheckpointError
 from mt_core.specs import TRAINED_TEMPLATE
 
 NORMAL, UNKNOWN, UNUSED, BYTE = 1, 2, 5, 6
 SPACE = "\u2581"
+EOS = "tokenizer.ggml.eos_token_id"
 
 
 def tokenizer_metadata(files: Mapping[str, bytes], vocab_size: int) -> dict[str, Any]:
@@ -164,11 +165,38 @@ def _ids(numbers: Mapping[str, int | None], generation: Mapping[str, Any], size:
     role_ids = {}
     for role, name in ROLES.items():
         number: Any = numbers[role] if role in numbers else generation.get(f"{role}_token_id")
-        # A model may have several ends; the first is that of a turn.
+        # Of several ends the first is that of a text.
         number = number[0] if isinstance(number, list) and number else number
         if isinstance(number, int) and 0 <= number < size:
             role_ids[f"tokenizer.ggml.{name}_token_id"] = number
-    return role_ids
+    ends = _ends(generation, role_ids.get(EOS), size)
+    further = dict(zip(FURTHER_ENDS, ends, strict=False))
+    return role_ids | {f"tokenizer.ggml.{name}_token_id": number for name, number in further.items()}
+
+
+def _ends(generation: Mapping[str, Any], eos: int | None, size: int) -> list[int]:
+    """Ids of the defaults of generation at which a text ends too, each once."""
+    listed = generation.get("eos_token_id")
+    numbers = listed if isinstance(listed, list) else [listed]
+    return [
+        number
+        for number in dict.fromkeys(number for number in numbers if isinstance(number, int))
+        if number != eos and 0 <= number < size
+    ]
+
+
+def ends_left_out(files: Mapping[str, bytes], metadata: Mapping[str, Any], vocab_size: int) -> list[str]:
+    """A sentence about the ends of a text for which a file with `metadata` has no key; none where it has all."""
+    size = len(metadata.get("tokenizer.ggml.tokens", ())) or vocab_size
+    left_out = _ends(_json(files, GENERATION), metadata.get(EOS), size)[len(FURTHER_ENDS) :]
+    if not left_out:
+        return []
+    ids = {name: metadata.get(f"tokenizer.ggml.{name}_token_id") for name in ("eos", *FURTHER_ENDS)}
+    known = ", ".join(f"{name}={number}" for name, number in ids.items())
+    return [
+        f"{GENERATION}: left out of eos_token_id, since a GGUF file has keys for three ends of a text ({known}): "
+        f"{', '.join(map(str, left_out))}"
+    ]
 
 
 def _adds(content: Mapping[str, Any], settings: Mapping[str, Any]) -> dict[str, bool]:

@@ -9,9 +9,9 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any, Protocol
 
-from mt_core.config.loading import config_from_dict
 from mt_core.config.schema import Config
-from mt_core.config_map import all_refuse, require_parts, require_type_names
+from mt_core.config_map import all_refuse, families_of
+from mt_core.config_refusals import read_model
 from mt_core.errors import CheckpointError, ConfigError
 from mt_core.name_map import NameMap
 from mt_core.plugins import PluginHost
@@ -83,18 +83,8 @@ def identify(external: Mapping[str, Any], names: Iterable[str], host: PluginHost
     are the given tensors; of several of these to the one that `architectures` names. Raises ConfigError for a type
     that none has or a configuration that cannot be, and CheckpointError when the tensors are those of none.
     """
-    require_parts(external)
-    require_type_names(external)
-    kind, names = str(external.get("model_type")), list(names)
+    able, names = families_of(external, host), list(names)
     check_layers(external, len(names))
-    families, broken = _families(host)
-    able = [family for family in families if kind in family.model_types]
-    if not able:
-        known = ", ".join(sorted({kind for family in families for kind in family.model_types}))
-        lost = f"; families whose maps cannot be loaded: {'; '.join(broken)}" if broken else ""
-        raise ConfigError(
-            f"config.json: model_type={kind!r} is of no installed model family; known are {known or 'none'}{lost}"
-        )
     # The names are checked where the reader is made; only a choice between families needs them here.
     if len(able) == 1:
         return able[0], _config_of_file(able[0], external, names, host)
@@ -111,25 +101,6 @@ def check_layers(external: Mapping[str, Any], num_tensors: int) -> None:
             raise ConfigError(f"config.json: {key}={value:g}, and the checkpoint has {num_tensors} tensors in all")
 
 
-def installed_families(host: PluginHost) -> list[Family]:
-    """The maps of all families that can be imported."""
-    return _families(host)[0]
-
-
-def _families(host: PluginHost) -> tuple[list[Family], list[str]]:
-    """The maps of all installed families, and what is wrong with those that cannot be imported."""
-    families: list[Family] = []
-    broken: list[str] = []
-    for spec in host[MODELS]:
-        if FORMAT not in spec.name_maps:
-            continue
-        try:
-            families.append(spec.name_maps[FORMAT].load())
-        except (ImportError, AttributeError) as error:  # another family must not suffer from it
-            broken.append(f"{spec.name} ({error})")
-    return families, broken
-
-
 def _config_of_file(family: Family, external: Mapping[str, Any], names: list[str], host: PluginHost) -> Config:
     return read_config(family, held_config(family, external, names), host)
 
@@ -143,13 +114,7 @@ def held_config(family: Family, external: Mapping[str, Any], names: list[str]) -
 
 def read_config(family: Family, external: Mapping[str, Any], host: PluginHost) -> Config:
     """Raises ConfigError for what the family cannot express, and for a model that breaks the family's own rules."""
-    config = config_from_dict({"model": family.read_config(external)}, host)
-    # The rules of a training, such as the number of experts that a router chooses: a model that breaks one would fail
-    # where it is built or computes. How long samples are is not the model's: as long as its positions.
-    text = getattr(config.model, "decoder", config.model)  # of a model that reads images too
-    length = getattr(text, "max_position_embeddings", None) or config.data.seq_length
-    host.check_config(config.model_copy(update={"data": config.data.model_copy(update={"seq_length": length})}))
-    return config
+    return read_model(family.read_config, external, host)
 
 
 def _fitting(

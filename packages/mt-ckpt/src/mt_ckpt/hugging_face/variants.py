@@ -6,9 +6,10 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from mt_ckpt.hugging_face.family import Family, family_named, identify, installed_families, read_config
+from mt_ckpt.hugging_face.family import Family, family_named, identify, read_config
 from mt_ckpt.variant_specs import VARIANTS
 from mt_core.config.schema import Config
+from mt_core.config_map import installed_families, require_readable
 from mt_core.plugins import PluginHost
 
 
@@ -33,8 +34,10 @@ class Identified:
 
 def identify_variant(external: Mapping[str, Any], names: Sequence[str], host: PluginHost) -> Identified:
     """The same as `identify`, with variants."""
+    require_readable(external)
+    families, _ = installed_families(host)
     for spec in host[VARIANTS]:
-        read = spec.read.load()(installed_families(host), external)
+        read = spec.read.load()(families, external)
         if read is not None:
             family, sections = read
             return Identified(family, read_config(family, external, host), sections)

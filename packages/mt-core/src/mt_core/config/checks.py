@@ -153,8 +153,23 @@ def check_recompute(config: Config) -> None:
         )
 
 
+LARGEST_FACTOR = 10**6
+"""Factors are looked for up to here: numbers of a file may have any size."""
+
+
 def divisors(number: int) -> list[int]:
-    return [d for d in range(1, number + 1) if number % d == 0]
+    """In their order; all of them up to 10^12, and of larger numbers those by factors that are quickly found."""
+    if number < 1:
+        return []
+    products, rest, factor = [1], number, 2
+    while factor * factor <= rest and factor <= LARGEST_FACTOR:
+        powers = [1]
+        while rest % factor == 0:
+            rest //= factor
+            powers.append(powers[-1] * factor)
+        products = [product * power for product in products for power in powers]
+        factor += 1
+    return sorted(products if rest == 1 else [*products, *(product * rest for product in products)])
 
 
 def listed(values: list[int]) -> str:
