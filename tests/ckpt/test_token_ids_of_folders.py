@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -67,3 +68,16 @@ def test_a_class_that_takes_one_end_gets_the_first_of_several(host, tmp_path) ->
     assert report.verification is not None
     assert transformers.AutoConfig.from_pretrained(tmp_path / "back").eos_token_id == 5
     assert transformers.GenerationConfig.from_pretrained(tmp_path / "back").eos_token_id == [5, 7]
+
+
+@pytest.mark.parametrize("name", ["glm_moe_dsa", "deepseek_v3"])
+def test_sizes_of_experts_that_no_layer_has_are_named(host, tmp_path, name) -> None:
+    """The written config.json has none, for which transformers takes the defaults of its class."""
+    layers = 3
+    kinds = {"mlp_layer_types": ["dense"] * layers} if name == "glm_moe_dsa" else {}
+    keys = CASES[name].keys | kinds | {"first_k_dense_replace": layers}
+    saved(replace(CASES[name], keys=keys), tmp_path / "theirs", n_routed_experts=8, moe_intermediate_size=12)
+    report = convert(tmp_path / "theirs", tmp_path / "back", saver="hf", host=host)
+    (note,) = report.notes
+    assert note.startswith("config.json: left out, since no layer has experts")
+    assert {"n_routed_experts=8", "moe_intermediate_size=12"} <= set(note.replace(",", "").split())

@@ -20,7 +20,7 @@ Read = Callable[[Mapping[str, Any]], Mapping[str, Any]]
 """Keys of [model] from a config.json; raises ConfigError."""
 Path = tuple[str, ...]
 MOST_FIELDS = 4
-"""Of more fields a message names none."""
+"""Most fields that a message names as those of one key."""
 _ABSENT = object()
 _KEY = re.compile(r"(?<![\w.\[])model\.[a-z]\w*(?:\.\w+)*")
 _OF_ONE_KEY = re.compile(rf"({_KEY.pattern}) \(from [^)]*\): got .*?, (expected .*|[a-z].*)")

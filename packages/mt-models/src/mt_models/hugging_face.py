@@ -5,7 +5,8 @@ A family declares one `HuggingFaceFamily`. Everything here reads that declaratio
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+import re
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -117,6 +118,22 @@ class HuggingFaceFamily:
         why = f"left out, since of this {kind} the text alone is read and written as a type without such keys"
         return [f"config.json: {why}: {', '.join(left_out)}"] if left_out else []
 
+    def left_out_experts(self, external: Mapping[str, Any], config: ModelConfig) -> list[str]:
+        """A sentence about fields of experts that a file names and that are not in the one that is written, since no
+        layer of the model has experts."""
+        text = getattr(config, "decoder", config)
+        if getattr(text, "moe", None) is not None:
+            return []
+        ignored = self.model_types[str(external.get("model_type"))].ignored
+        written = self.write_config(config)
+        left_out = [
+            f"{'.'.join(path)}={value!r:.80}"
+            for path, value in fields_of_experts(external)
+            if path[0] not in ignored and value is not None and _at(written, path) != value
+        ]
+        why = "left out, since no layer has experts and nothing is computed with them"
+        return [f"config.json: {why}: {', '.join(left_out)}"] if left_out else []
+
     def ids_of_generation(self, external: Mapping[str, Any]) -> Mapping[str, Any]:
         """config.json with the ids that a text begins, ends and is padded with at its top, where a type of which the
         text alone is read has them in `text_config`."""
@@ -140,6 +157,29 @@ class HuggingFaceFamily:
             return self.model_type_of(config)
         (only,) = self.model_types
         return only
+
+
+_OF_EXPERTS = re.compile(
+    r"(?!.*(implementation|dtype)).*expert.*|moe_(intermediate_size|k|top_?k)|n_group|topk_group|top_k_experts"
+)
+
+
+def fields_of_experts(
+    external: Mapping[str, Any], within: tuple[str, ...] = ()
+) -> Iterator[tuple[tuple[str, ...], Any]]:
+    """(path, value) of numbers and sizes of experts in a config.json and in the configurations of its texts."""
+    for key, value in external.items():
+        if key in PARTS and isinstance(value, Mapping):
+            yield from fields_of_experts(value, (*within, key))
+        elif _OF_EXPERTS.fullmatch(key):
+            yield (*within, key), value
+
+
+def _at(external: Mapping[str, Any], path: tuple[str, ...]) -> Any:
+    value: Any = external
+    for key in path:
+        value = value.get(key) if isinstance(value, Mapping) else None
+    return value
 
 
 def load_reference(model: nn.Module, tensors: Tensors, family: HuggingFaceFamily) -> None:

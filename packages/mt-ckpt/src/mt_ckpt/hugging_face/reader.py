@@ -68,6 +68,7 @@ def open_checkpoint(path: Path, host: PluginHost) -> HuggingFaceReader:
     }
     absent = absent_layers(external, held_config(family, external, list(tensors.infos)))
     absent += getattr(family, "left_out_ids", lambda external: [])(external)
+    absent += getattr(family, "left_out_experts", lambda external, model: [])(external, config.model)
     return HuggingFaceReader(tensors, family, config.model, {"iteration": 0, "config": sections}, files, absent)
 
 
