@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Mapping
 from pathlib import Path
 
 import pytest
@@ -22,6 +23,9 @@ KEYS = (
 )
 
 
+DTYPES = {"fp32": (), "fp16": ("precision.dtype=fp16", "precision.loss_scale=8")}
+
+
 def trained(folder: Path, host, *more: str) -> list[float]:
     """Losses of the steps that this process makes."""
     Trainer(load_config(overrides=[*KEYS, *more], host=host), run_dir=folder, host=host).train()
@@ -29,24 +33,37 @@ def trained(folder: Path, host, *more: str) -> list[float]:
     return [line["loss"] for line in lines if line["kind"] == "train"]
 
 
-@pytest.mark.parametrize("dtype", ["fp32", "fp16"])
+Runs = Mapping[str, tuple[list[float], Path]]
+
+
+@pytest.fixture(scope="module")
+def runs(host, tmp_path_factory: pytest.TempPathFactory) -> Runs:
+    """dtype -> losses of an undisturbed run, and the folder of one that stopped half-way."""
+    folder, by_dtype = tmp_path_factory.mktemp("runs"), {}
+    for dtype, keys in DTYPES.items():
+        losses = trained(folder / dtype, host, *keys)
+        trained(folder / f"first-{dtype}", host, *keys, "train.exit_iteration=3")
+        by_dtype[dtype] = losses, folder / f"first-{dtype}"
+    return by_dtype
+
+
 @pytest.mark.parametrize(
-    ("saver", "optimizer"),
+    ("saver", "optimizer", "dtype"),
     [
-        ("megatron-dist", "plain"),
-        ("megatron-dist", "fully_reshardable"),
-        ("megatron-dist", "dp_reshardable"),
-        ("megatron", None),
+        ("megatron-dist", "plain", "fp32"),
+        ("megatron-dist", "plain", "fp16"),
+        ("megatron-dist", "fully_reshardable", "fp32"),
+        ("megatron-dist", "dp_reshardable", "fp32"),
+        ("megatron", None, "fp32"),
     ],
 )
-def test_training_goes_on(saver: str, optimizer: str | None, dtype: str, tmp_path: Path, host) -> None:
+def test_training_goes_on(saver: str, optimizer: str | None, dtype: str, runs: Runs, tmp_path: Path, host) -> None:
     """The same bits as without the way through the other format; the loss, which Megatron does not name, is the
     family's own. It was a KeyError."""
-    keys = (f"precision.dtype={dtype}", *(["precision.loss_scale=8"] if dtype == "fp16" else []))
-    undisturbed = trained(tmp_path / "whole", host, *keys)
-    trained(tmp_path / "first", host, *keys, "train.exit_iteration=3")
+    undisturbed, first = runs[dtype]
     options = ConvertOptions() if optimizer is None else ConvertOptions(target_optimizer_format=optimizer)
-    convert(tmp_path / "first", tmp_path / "megatron", saver=saver, options=options, host=host)
-    assert trained(tmp_path / "next", host, *keys, f"checkpoint.resume_from={tmp_path / 'megatron'}") == undisturbed[3:]
+    convert(first, tmp_path / "megatron", saver=saver, options=options, host=host)
+    resumed = trained(tmp_path / "next", host, *DTYPES[dtype], f"checkpoint.resume_from={tmp_path / 'megatron'}")
+    assert resumed == undisturbed[3:]
     said = (tmp_path / "next" / "log.txt").read_text()
     assert ("has no loss scale" in said) == (dtype == "fp16")
