@@ -113,6 +113,32 @@ def test_factors_of_falcon_h1_are_in_its_matrices(make_model, host, tmp_path: Pa
     torch.testing.assert_close(theirs, ours, rtol=1e-4, atol=1e-5)
 
 
+PREDICTING = {"mtp_num_layers": 1}
+PREDICTING_HYBRID = {**PREDICTING, "mtp_hybrid_override_pattern": "*-"}
+
+
+@pytest.mark.parametrize(
+    ("name", "predicting"),
+    [("deepseek3", PREDICTING), ("deepseek4", PREDICTING), ("qwen35moe", PREDICTING), ("nemotron_h", PREDICTING_HYBRID)],
+)
+def test_multi_token_prediction_that_llama_cpp_lacks_is_left_out(
+    name: str, predicting: dict[str, Any], make_model, host, tmp_path: Path
+) -> None:
+    """Published files have it. What is written is the file of the same model without it, and the report says so."""
+    source = make_model(**{**IN_LLAMA_CPP[name], **predicting})
+    report = convert(source, tmp_path / "g", saver="gguf", host=host)
+    assert sum("multi-token prediction" in note for note in report.notes) == 1
+    assert report.num_omitted_tensors == 0
+    convert(tmp_path / "g", tmp_path / "back", saver="mt", host=host)
+    before, after = open_checkpoint(source), open_checkpoint(tmp_path / "back")
+    kept = {name for name in before.shapes() if name.startswith("model.") and not name.startswith("model.mtp.")}
+    assert kept == {name for name in after.shapes() if name.startswith("model.")}
+    assert len(kept) < len(before.shapes())
+    for tensor in kept:
+        # The file has 1 + w for norms whose weight is w: the last bit of 1 is lost.
+        torch.testing.assert_close(after.read(tensor), before.read(tensor), rtol=1e-6, atol=2**-24)
+
+
 ENCODER = {**FAMILIES["bert"], "layernorm_placement": "post", "add_lm_head": False, "bert_binary_head": False}
 ENCODER |= {"add_pooler": True}
 COMPRESSED = {**FAMILIES["deepseek_v4"], "compress_ratios": [0, 4, 128], "indexed_compress_ratio": 4}

@@ -72,7 +72,8 @@ class GGUFArchitecture:
     read: fields of config.json that depend on several keys. write: keys and values beside `keys`; raises ConfigError
     for a model that llama.cpp would compute differently. fits: whether a file of this architecture is this family's.
     applies: whether a model is written as this architecture, where there are several of a model_type.
-    further: tensors that no parameter stands for.
+    further: tensors that no parameter stands for. predicts: whether there are layers of multi-token prediction; where
+    there are none a file is written without the model's.
     """
 
     name: str
@@ -83,6 +84,7 @@ class GGUFArchitecture:
     fits: Callable[[Metadata], bool] = lambda metadata: True
     applies: Callable[[External], bool] = lambda external: True
     further: Callable[[External], Mapping[str, Tensor]] = no_tensors
+    predicts: bool = True
 
 
 @dataclass(frozen=True)

@@ -169,7 +169,7 @@ def _report(
         family=prepared.config.model.family,
         num_tensors=len(written),
         num_parameters=sum(sizes[name] for name in written),
-        num_omitted_tensors=len(sizes) - len(written),
+        num_omitted_tensors=len(sizes.keys() & source.omitted_names) - len(source.dropped_names),
         num_bytes=source.num_bytes([name for name in source.names(MODEL) if name not in source.omitted_names]),
         has_tokenizer=bool(set(source.files()) - {GENERATION}) or prepared.vocab_size is None,
         left_out=tuple(left_out),

@@ -51,7 +51,9 @@ class Source:
         self.omitted_names: set[str] = set()
         """Parameters of the model that the format leaves to another checkpoint, as a PEFT folder leaves the base."""
         self.notes: list[str] = []
-        """What the format leaves out of files beside the tensors, a sentence each."""
+        """What the format leaves out of files beside the tensors, and of the model's tensors, a sentence each."""
+        self.dropped_names: set[str] = set()
+        """Those of them that the format has no place for."""
         self.workers: PartWriter | None = None
         """Other processes that write, if any."""
         self.activation_scales: ActivationScales | None = None
@@ -120,6 +122,12 @@ class Source:
     def note(self, sentences: Iterable[str]) -> None:
         """Declare what the format has no place for; each sentence is reported once."""
         self.notes += [sentence for sentence in sentences if sentence not in self.notes]
+
+    def drop(self, names: Collection[str], why: str) -> None:
+        """Declare that the format has no place for these tensors of the model, and why; before the first read."""
+        self.omit(names)
+        self.dropped_names.update(names)
+        self.note([why])
 
     def unconverted(self) -> list[str]:
         """All names of the checkpoint, including those that are hidden here."""

@@ -32,6 +32,8 @@ class Architecture(Protocol):
     name: str
     model_type: str
     keys: tuple[KeyOfMetadata, ...]
+    predicts: bool
+    """Whether the architecture has layers of multi-token prediction."""
 
     @property
     def read(self) -> Callable[[Any], dict[str, Any]]: ...

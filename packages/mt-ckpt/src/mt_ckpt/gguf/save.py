@@ -36,6 +36,8 @@ from mt_core.errors import ConfigError
 from mt_core.plugins import PluginHost
 
 QUANTIZATION_VERSION = 2
+PREDICTING, PREDICTION = "mtp_num_layers", "mtp."
+"""The key of [model] that counts layers of multi-token prediction, and how the names of their parameters begin."""
 FILE_TYPES = {torch.float32: "F32", torch.float16: "F16", torch.bfloat16: "BF16"}
 
 
@@ -81,8 +83,13 @@ def _plan(source: CheckpointReader, options: ConvertOptions, host: PluginHost) -
     external = family_named(model.family, host).write_config(model)
     family = family_to_write(model.family, host)
     architecture = family.architecture_for(external)
+    if not architecture.predicts and getattr(model, PREDICTING, False):
+        _drop_prediction(source, architecture)
+        model = model.model_copy(update={PREDICTING: 0})
+        external = family_named(model.family, host).write_config(model)
     values = _model_metadata(architecture, external)
-    outputs = Outputs(source, family, model)  # type: ignore[arg-type]
+    dropped = getattr(source, "dropped_names", frozenset())
+    outputs = Outputs(source, family, model, dropped)  # type: ignore[arg-type]
     if left_out := outputs.left_out():
         source.omit(MODEL + name for name in left_out)  # type: ignore[attr-defined]  # conversions have it
     importance = _importance(options, outputs)
@@ -103,6 +110,15 @@ def _plan(source: CheckpointReader, options: ConvertOptions, host: PluginHost) -
     if lost := ends_left_out(source.files(), tokenizer, int(vocab_size)):
         source.note(lost)  # type: ignore[attr-defined]  # conversions have it
     return _Plan({**head, **values, **tokenizer}, outputs, further, types, importance)
+
+
+def _drop_prediction(source: Any, architecture: Architecture) -> None:
+    names = [name for name in source.shapes() if name.startswith(MODEL + PREDICTION)]
+    source.drop(
+        names,
+        f"left out, since llama.cpp's {architecture.name} has no multi-token prediction: its {len(names)} tensors; they "
+        "change no other output",
+    )
 
 
 def _model_metadata(architecture: Architecture, external: Mapping[str, Any]) -> dict[str, Any]:

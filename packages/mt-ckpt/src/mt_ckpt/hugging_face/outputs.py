@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Container, Iterable, Iterator, Mapping
 from typing import Any
 
 from torch import Tensor
@@ -18,10 +18,14 @@ from mt_core.name_map import Rule, Transpose
 class Outputs:
     """External tensors computed from canonical ones, one canonical one at a time."""
 
-    def __init__(self, source: CheckpointReader, family: Family, model: Any) -> None:
+    def __init__(
+        self, source: CheckpointReader, family: Family, model: Any, dropped: Container[str] = frozenset()
+    ) -> None:
+        """dropped: canonical names of the source that are not written."""
         self._source = source
         names = family.name_map(model)
-        ours = [name.removeprefix(MODEL) for name in source.shapes() if name.startswith(MODEL)]
+        stored = [name for name in source.shapes() if name.startswith(MODEL) and name not in dropped]
+        ours = [name.removeprefix(MODEL) for name in stored]
         # Both ways, before anything is read: each canonical tensor has a rule and each rule its tensor.
         names.check(ours, [name for rule in names.rules for name in rule.sources])
         self._made_of: dict[str, str] = {}

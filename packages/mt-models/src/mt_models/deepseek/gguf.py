@@ -24,7 +24,7 @@ from mt_models.blocks.gguf_decoder import (
 )
 from mt_models.blocks.moe import MoEOptions
 from mt_models.deepseek.config import DeepseekConfig
-from mt_models.gguf import External, GGUFArchitecture, GGUFFamily, Key, LatentUpProjection, Metadata, require
+from mt_models.gguf import External, GGUFArchitecture, GGUFFamily, Key, LatentUpProjection, Metadata
 
 PROJECTIONS = {
     "self_attention.linear_kv_down_proj": "attn_kv_a_mqa",
@@ -107,7 +107,6 @@ def read_v3(metadata: Metadata) -> dict[str, Any]:
 
 
 def write(external: External) -> dict[str, Any]:
-    require(external, "num_nextn_predict_layers", (0, None), "deepseek2")
     scaling = external.get("rope_scaling") or {}
     rotated, latent = external["qk_rope_head_dim"], external["kv_lora_rank"]
     values = {
@@ -141,7 +140,9 @@ KEYS = (
     Key("expert_feed_forward_length", "moe_intermediate_size"),
     Key("expert_weights_scale", "routed_scaling_factor", float, 1.0),
 )
-V2 = GGUFArchitecture("deepseek2", "deepseek_v2", KEYS, read_v2, write, fits=lambda metadata: not _is_v3(metadata))
-V3 = GGUFArchitecture("deepseek2", "deepseek_v3", KEYS, read_v3, write, fits=_is_v3)
+V2 = GGUFArchitecture(
+    "deepseek2", "deepseek_v2", KEYS, read_v2, write, lambda metadata: not _is_v3(metadata), predicts=False
+)
+V3 = GGUFArchitecture("deepseek2", "deepseek_v3", KEYS, read_v3, write, _is_v3, predicts=False)
 
 GGUF = GGUFFamily(family="deepseek", architectures=(V2, V3), name_map=name_map, copies=tied_output)

@@ -153,7 +153,6 @@ def write(external: External) -> dict[str, Any]:
 
 
 def _require_expressed(external: External) -> None:
-    require(external, PREDICTED, (0,), NAME)
     require(external, BIAS_KEY, (True, None), NAME)
     require_scaling(external, ("default", "yarn"), NAME)
     # Queries and keys are not lengthened.
@@ -166,6 +165,7 @@ def _require_expressed(external: External) -> None:
 DEEPSEEK4 = GGUFArchitecture(
     name=NAME,
     model_type=KIND,
+    predicts=False,
     keys=(
         *SIZES,
         EPSILON,

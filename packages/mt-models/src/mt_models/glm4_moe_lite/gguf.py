@@ -15,7 +15,7 @@ def write(external: External) -> dict[str, Any]:
 
 
 GLM = GGUFArchitecture(
-    "deepseek2", "glm4_moe_lite", deepseek.KEYS, deepseek.read_v3, write, fits=lambda metadata: False
+    "deepseek2", "glm4_moe_lite", deepseek.KEYS, deepseek.read_v3, write, lambda metadata: False, predicts=False
 )
 
 GGUF = GGUFFamily(family="glm4_moe_lite", architectures=(GLM,), name_map=deepseek.name_map, copies=tied_output)

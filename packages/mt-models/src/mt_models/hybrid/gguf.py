@@ -178,7 +178,6 @@ def read_nemotron_moe(metadata: Metadata) -> dict[str, Any]:
 def write_nemotron(external: External) -> dict[str, Any]:
     _require_mixers(external, "use_conv_bias", "use_bias", "nemotron_h")
     require(external, "mlp_hidden_act", ("relu2",), "nemotron_h")
-    require(external, "num_nextn_predict_layers", (0, None), "nemotron_h")
     pattern, groups = external["hybrid_override_pattern"], external["num_key_value_heads"]
     widths = {FEED_FORWARD: external["intermediate_size"], EXPERTS: external.get("moe_intermediate_size")}
     return {
@@ -263,11 +262,17 @@ NEMOTRON_KEYS = (
     *_mixer_keys("conv_kernel", "ssm_state_size", "mamba_num_heads", "n_groups"),
 )
 NEMOTRON = GGUFArchitecture(
-    name="nemotron_h", model_type="nemotron_h", keys=NEMOTRON_KEYS, read=read_nemotron, write=write_nemotron
+    name="nemotron_h",
+    model_type="nemotron_h",
+    keys=NEMOTRON_KEYS,
+    read=read_nemotron,
+    write=write_nemotron,
+    predicts=False,
 )
 NEMOTRON_MOE = GGUFArchitecture(
     name="nemotron_h_moe",
     model_type="nemotron_h",
+    predicts=False,
     keys=(
         *NEMOTRON_KEYS,
         Key("expert_count", "n_routed_experts"),

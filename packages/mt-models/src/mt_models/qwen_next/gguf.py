@@ -45,7 +45,7 @@ from mt_models.gguf import (
     require,
 )
 from mt_models.qwen_next.config import QwenNextConfig
-from mt_models.qwen_next.hugging_face import ALSO_MTP, DENSE, MTP, NEXT, SPARSE
+from mt_models.qwen_next.hugging_face import DENSE, NEXT, SPARSE
 
 INTERVAL = "full_attention_interval"
 SECTIONS = "rope.dimension_sections"
@@ -195,8 +195,6 @@ def kinds_of(layers: int, interval: int) -> list[str]:
 
 def write(external: External) -> dict[str, Any]:
     architecture = NAMES[str(external["model_type"])]
-    for key in (MTP, ALSO_MTP):
-        require(external, key, (0, None), architecture)
     require_scaling(external, ("default", "linear", "yarn"), architecture)
     kinds = list(external["layer_types"])
     interval = kinds.index(FULL) + 1 if FULL in kinds else len(kinds) + 1
@@ -245,9 +243,9 @@ EXPERTS = (
     Key("expert_shared_feed_forward_length", "shared_expert_intermediate_size"),
 )
 ARCHITECTURES = (
-    GGUFArchitecture(NAMES[NEXT], NEXT, (*COMMON, FEED_FORWARD, *EXPERTS), read, write_next),
-    GGUFArchitecture(NAMES[DENSE], DENSE, (*COMMON, FEED_FORWARD), read_with_sections, write),
-    GGUFArchitecture(NAMES[SPARSE], SPARSE, (*COMMON, *EXPERTS), read_with_sections, write),
+    GGUFArchitecture(NAMES[NEXT], NEXT, (*COMMON, FEED_FORWARD, *EXPERTS), read, write_next, predicts=False),
+    GGUFArchitecture(NAMES[DENSE], DENSE, (*COMMON, FEED_FORWARD), read_with_sections, write, predicts=False),
+    GGUFArchitecture(NAMES[SPARSE], SPARSE, (*COMMON, *EXPERTS), read_with_sections, write, predicts=False),
 )
 
 GGUF = GGUFFamily(family="qwen_next", architectures=ARCHITECTURES, name_map=name_map, copies=tied_output)
