@@ -4,7 +4,7 @@ quantized one at a time."""
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator, Mapping
+from collections.abc import Container, Iterator, Mapping
 from contextlib import closing
 from dataclasses import dataclass
 from itertools import chain
@@ -88,7 +88,7 @@ def _plan(source: CheckpointReader, options: ConvertOptions, host: PluginHost) -
         model = model.model_copy(update={PREDICTING: 0})
         external = family_named(model.family, host).write_config(model)
     values = _model_metadata(architecture, external)
-    dropped = getattr(source, "dropped_names", frozenset())
+    dropped: Container[str] = getattr(source, "dropped_names", frozenset())
     outputs = Outputs(source, family, model, dropped)  # type: ignore[arg-type]
     if left_out := outputs.left_out():
         source.omit(MODEL + name for name in left_out)  # type: ignore[attr-defined]  # conversions have it
@@ -116,8 +116,8 @@ def _drop_prediction(source: Any, architecture: Architecture) -> None:
     names = [name for name in source.shapes() if name.startswith(MODEL + PREDICTION)]
     source.drop(
         names,
-        f"left out, since llama.cpp's {architecture.name} has no multi-token prediction: its {len(names)} tensors; they "
-        "change no other output",
+        f"left out, since llama.cpp's {architecture.name} has no multi-token prediction: its {len(names)} tensors; "
+        "they change no other output",
     )
 
 
