@@ -422,6 +422,9 @@ WIDE = {
 }
 
 
+PLANES, SIGN = ((tag).to_bytes(2, "little") + b"\3\0" + b"\1\0\0\0" + b"\1\0" for tag in (284, 339))
+
+
 @pytest.mark.parametrize("suffix", WIDE)
 def test_whole_numbers_of_more_bits_are_scaled(tmp_path: Path, suffix: str) -> None:
     """From their type's range to 0 to 255, in every format that keeps them, beside what was written in 8 bits."""
@@ -447,6 +450,35 @@ def test_unsigned_numbers_of_32_bits_have_their_own_range(tmp_path: Path) -> Non
     assert np.abs(found - np.round(RAMP * 255)[..., None]).max() <= 1
     with pytest.raises(DataError, match=r"a.tiff: an image of whole numbers below 0 \(the least is -"):
         read_image(ImageFile(tmp_path / "a.tiff"))
+
+
+def with_tag(written: bytes, tag: int, before: int, after: int) -> bytes:
+    """A TIFF of Pillow with another value of a tag, a SHORT of which there is one."""
+    entry = tag.to_bytes(2, "little") + b"\3\0" + b"\1\0\0\0"
+    assert written.count(entry + before.to_bytes(2, "little")) == 1
+    return written.replace(entry + before.to_bytes(2, "little"), entry + after.to_bytes(2, "little"))
+
+
+@pytest.mark.parametrize("values", [np.uint8(RAMP * 255), np.uint16(RAMP * 65535)], ids=["8 bits", "16 bits"])
+def test_pictures_whose_zero_is_white_are_turned_around(tmp_path: Path, values: np.ndarray) -> None:
+    """The tag of the photometric interpretation: Pillow heeds it for 8 bits, and not for 16."""
+    path = tmp_path / "a.tiff"
+    Image.fromarray(values).save(path)
+    path.write_bytes(with_tag(path.read_bytes(), 262, 1, 0))
+    found = read_image(ImageFile(path)).astype(int)
+    assert np.abs(found - np.round(255 - RAMP * 255)[..., None]).max() <= 1
+
+
+def test_numbers_of_8_bits_with_a_sign_are_no_unsigned_ones(tmp_path: Path) -> None:
+    Image.fromarray(np.uint8(np.round(RAMP * 127))).save(tmp_path / "a.tiff")
+    Image.fromarray(np.uint8(RAMP * 255)).save(tmp_path / "b.tiff")
+    for path in tmp_path.iterdir():
+        # Pillow leaves the tag out for unsigned numbers, which are the default: the tag of the planes, 1, stands there.
+        path.write_bytes(with_tag(path.read_bytes().replace(PLANES, SIGN), 339, 1, 2))
+    found = read_image(ImageFile(tmp_path / "a.tiff")).astype(int)
+    assert np.abs(found - np.round(RAMP * 255)[..., None]).max() <= 1
+    with pytest.raises(DataError, match=r"b.tiff: an image of whole numbers below 0 \(the least is -"):
+        read_image(ImageFile(tmp_path / "b.tiff"))
 
 
 def test_floating_point_images_are_refused_by_name(tmp_path: Path) -> None:

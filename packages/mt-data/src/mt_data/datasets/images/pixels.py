@@ -76,8 +76,10 @@ class ImageFile:
 
 ORIENTATION = 0x0112
 """Exif's tag."""
-BITS_PER_SAMPLE, SAMPLE_FORMAT, SIGNED = 258, 339, 2
-"""TIFF's tags, and its value for signed whole numbers."""
+BITS_PER_SAMPLE, PHOTOMETRIC, SAMPLE_FORMAT = 258, 262, 339
+"""TIFF's tags."""
+WHITE_IS_ZERO, SIGNED = 0, 2
+"""Values of TIFF's photometric interpretation, and of its sample format for signed whole numbers."""
 TURNS = {
     2: "FLIP_LEFT_RIGHT",
     3: "ROTATE_180",
@@ -164,7 +166,8 @@ def _upright(image: Image, name: str) -> NDArray[np.uint8]:
 
 
 def _eight_bits(image: Image, name: str) -> Image:
-    """Map integers of 16 or 32 bits from the range of their type to 0 to 255; Pillow would clip them at 255.
+    """Map integers of 16 or 32 bits, and those with a sign, from the range of their type to 0 to 255; Pillow would clip
+    them at 255.
 
     Raises DataError for floating-point values, whose range nothing states, and for negative ones.
     """
@@ -174,24 +177,35 @@ def _eight_bits(image: Image, name: str) -> Image:
         raise DataError(
             f"{name}: an image of floating-point values (Pillow's mode F) has no fixed range; save it in 8 bits"
         )
-    if image.mode != "I" and not image.mode.startswith("I;"):
-        return image
     bits, is_signed = _sample_type(image)
+    is_signed_byte = bits == 8 and is_signed
+    if image.mode != "I" and not image.mode.startswith("I;") and not is_signed_byte:
+        return image
     values = np.asarray(image)
+    if is_signed_byte:
+        values = values.view(np.int8)  # Pillow takes the bits for unsigned ones
     if bits == 32 and not is_signed:
         values = values.astype(np.int32).view(np.uint32)  # Pillow keeps the bits in a signed type
     if values.min() < 0:
         raise DataError(f"{name}: an image of whole numbers below 0 (the least is {values.min()}); save it in 8 bits")
     largest = 2 ** (bits - is_signed) - 1
-    return fromarray(((values.astype(np.int64) * 255 + largest // 2) // largest).astype(np.uint8))
+    eight = (values.astype(np.int64) * 255 + largest // 2) // largest
+    # Pillow turns values of up to 8 bits around itself.
+    is_negative = bits > 8 and _tag(image, PHOTOMETRIC, 1) == WHITE_IS_ZERO
+    return fromarray((255 - eight if is_negative else eight).astype(np.uint8))
 
 
 def _sample_type(image: Image) -> tuple[int, bool]:
     """Bits of a value, and whether it has a sign."""
-    if image.format != "TIFF":  # PNG and PPM: Pillow scales them to 16 bits
+    if image.format != "TIFF":  # PNG and PPM: Pillow scales those of more than 8 bits to 16
         return 16, False
-    tags: Any = image.tag_v2  # type: ignore[attr-defined]
-    return int(tags.get(BITS_PER_SAMPLE, (1,))[0]), tags.get(SAMPLE_FORMAT, (1,))[0] == SIGNED
+    return _tag(image, BITS_PER_SAMPLE, 1), _tag(image, SAMPLE_FORMAT, 1) == SIGNED
+
+
+def _tag(image: Image, tag: int, default: int) -> int:
+    """A TIFF's number, or the first of several; the default where it is absent, and for other formats."""
+    value = getattr(image, "tag_v2", {}).get(tag, default)
+    return int(value[0] if isinstance(value, tuple) else value)
 
 
 def _orientation(image: Image) -> int:
