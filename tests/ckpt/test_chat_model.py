@@ -114,6 +114,17 @@ def test_further_templates_are_carried_or_named(chat_model: Path, host: PluginHo
         assert (tmp_path / "out" / folder / name).read_text() == NUMBERED
 
 
+def test_gguf_names_the_defaults_of_generation_that_it_has_no_place_for(
+    chat_model: Path, host: PluginHost, tmp_path: Path
+) -> None:
+    """A file of GGUF has no temperature; ends and the default template are in its metadata."""
+    report = convert(chat_model, tmp_path / "out", saver="gguf", host=host)
+    assert report.files_left_out == ("generation_config.json (temperature)",)
+    convert(tmp_path / "out", tmp_path / "back", saver="hf", host=host)
+    assert rendered(tmp_path / "back") == rendered(chat_model)
+    assert rendered(tmp_path / "back", "numbered") == rendered(chat_model, "numbered")
+
+
 def test_a_processor_keeps_its_templates(make_model: Any, host: PluginHost, chat_model: Path, tmp_path: Path) -> None:
     import transformers
     from transformers.models.clip.image_processing_pil_clip import CLIPImageProcessorPil

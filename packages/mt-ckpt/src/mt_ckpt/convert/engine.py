@@ -20,7 +20,7 @@ from mt_ckpt.convert.wrapped_readers import histories_of
 from mt_ckpt.dcp.reader import READ_FROM
 from mt_ckpt.hugging_face.family import FORMAT as HUGGING_FACE
 from mt_ckpt.hugging_face.reader import HuggingFaceReader, detect
-from mt_ckpt.hugging_face.tokenizer import CHAT_TEMPLATE, FILES, GENERATION
+from mt_ckpt.hugging_face.tokenizer import CHAT_TEMPLATE, FILES, GENERATION, lost_settings, template_in_settings
 from mt_ckpt.locate import resolve_run
 from mt_ckpt.megatron.metadata import optimizer_left_out
 from mt_ckpt.writing.options import refuse_scheme
@@ -49,7 +49,8 @@ class Report:
     num_omitted_tensors: of the model, which the format leaves to another checkpoint, as a PEFT folder leaves the base.
     left_out: tensors of the source that the target does not have, such as optimizer state; patterns of those that are
     parts of a published model beside the one that is read, such as a tower of images.
-    files_left_out: files of the source that the target does not have: of its tokenizer, chat template, generation.
+    files_left_out: files of the source that the target does not have: of its tokenizer, chat template, generation; of
+    the last, in parentheses, the settings that are missing where the target has others.
     has_tokenizer: whether tokenizer files were converted too, or the model has no vocabulary.
     read_from: of a format that does not say what its model is: which file did ("config"), whose names the tensors have
     ("names"), what else is in the files ("left_out").
@@ -226,10 +227,14 @@ def _written_names(target: Path, saver: str, prepared: Prepared, host: PluginHos
 def unwritten_files(target: Path, saver: str, source: CheckpointReader, host: PluginHost) -> list[str]:
     """Names of the source's files of tokenizer, template and generation that the target does not have."""
     readable = host[CHECKPOINT_LOADERS].owners(saver)
-    written = {*open_named(target, saver, host).files()} if readable else set()
-    if CHAT_TEMPLATE in written:  # what a trained template is called there
-        written.add(TRAINED_TEMPLATE)
-    return sorted(name for name in source.files() if name not in written and not (target / name).is_file())
+    written = dict(open_named(target, saver, host).files()) if readable else {}
+    # A format without files may have the template among its settings; a trained one is called chat_template.jinja.
+    carried = {CHAT_TEMPLATE, TRAINED_TEMPLATE} if CHAT_TEMPLATE in written or template_in_settings(written) else set()
+    carried |= set(written)
+    names = [name for name in source.files() if name not in carried and not (target / name).is_file()]
+    if lost := lost_settings(source.files().get(GENERATION, b"{}"), written.get(GENERATION)):
+        names.append(f"{GENERATION} ({', '.join(lost)})")
+    return sorted(names)
 
 
 def files_without_place(saver: CheckpointSaverSpec, source: CheckpointReader) -> list[str]:

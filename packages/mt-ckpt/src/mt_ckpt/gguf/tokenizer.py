@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from mt_ckpt.gguf.metadata import list_of, value_of
-from mt_ckpt.hugging_face.tokenizer import GENERATION, MORE_TEMPLATES, generation_defaults
+from mt_ckpt.hugging_face.tokenizer import CHAT_TEMPLATE, GENERATION, MORE_TEMPLATES, generation_defaults
 from mt_core.errors import CheckpointError
 
 CONTROL, USER_DEFINED = 3, 4
@@ -80,11 +80,11 @@ SPLITTINGS: Mapping[str, Splitting] = {
 
 
 def tokenizer_files(values: Mapping[str, Any], vocab_size: int | None = None) -> dict[str, bytes]:
-    """tokenizer.json, tokenizer_config.json and generation_config.json from a file's metadata.
+    """tokenizer.json, tokenizer_config.json, generation_config.json and chat templates from a file's metadata.
 
-    The last alone, if the file names special tokens, without a vocabulary, for one that is none of BPE over bytes, and
-    for a way of splitting text that is not known here. vocab_size: of the model. Raises CheckpointError for values of
-    other types than the format's.
+    generation_config.json alone, if the file names special tokens, without a vocabulary, for one that is none of BPE
+    over bytes, and for a way of splitting text that is not known here. vocab_size: of the model. Raises CheckpointError
+    for values of other types than the format's.
     """
     tokens = list_of(values, "tokenizer.ggml.tokens", str)
     content = _contents(values, tokens) if tokens else None
@@ -93,13 +93,17 @@ def tokenizer_files(values: Mapping[str, Any], vocab_size: int | None = None) ->
     generation = _defaults_of_generation(roles, _further_ends(values, size))
     if content is None:
         return generation
+    template, further = value_of(values, "tokenizer.chat_template", str), _further_templates(values)
     settings = {
         "tokenizer_class": "PreTrainedTokenizerFast",
         **{f"{role}_token": tokens[number] for role, number in roles.items()},
-        "chat_template": value_of(values, "tokenizer.chat_template", str),
+        "chat_template": template,
     }
+    # Where other templates are files, transformers does not read the one among the settings.
+    files = {CHAT_TEMPLATE: template.encode(errors="surrogatepass")} if further and template else {}
     return {
-        **_further_templates(values),
+        **files,
+        **further,
         "tokenizer.json": _json(content),
         "tokenizer_config.json": _json({key: value for key, value in settings.items() if value is not None}),
         **generation,

@@ -37,6 +37,8 @@ FILES = (
 )
 GENERATION = "generation_config.json"
 SPECIAL_IDS = ("bos_token_id", "eos_token_id", "pad_token_id")
+NO_SETTINGS = ("_from_model_config", "transformers_version")
+"""Keys of generation_config.json that say where it comes from."""
 DECODER_START = "decoder_start_token_id"
 """Key of encoder-decoder models: the id with which the decoder begins."""
 
@@ -85,6 +87,26 @@ def _json_object(files: Mapping[str, bytes], name: str) -> Mapping[str, Any]:
 def generation_defaults(ids: Mapping[str, Any]) -> bytes:
     """The content of generation_config.json."""
     return (json.dumps({"_from_model_config": True, **ids}, indent=2) + "\n").encode()
+
+
+def lost_settings(before: bytes, after: bytes | None) -> list[str]:
+    """Names of settings of a generation_config.json that another one does not have, or has otherwise; further ids of
+    ends are no difference. None: there is no other file, which is then missing as a whole."""
+    if after is None:
+        return []
+    old, new = (_json_object({GENERATION: data}, GENERATION) for data in (before, after))
+    return [key for key, value in old.items() if key not in NO_SETTINGS and not _holds(new.get(key), value)]
+
+
+def _holds(after: Any, before: Any) -> bool:
+    if isinstance(before, list):
+        return set(before) <= {*(after if isinstance(after, list) else [after])}
+    return after == before or (isinstance(after, list) and before in after)
+
+
+def template_in_settings(files: Mapping[str, bytes]) -> bool:
+    """Whether tokenizer_config.json has a chat template, in place of a file of its own."""
+    return bool(_json_object(files, "tokenizer_config.json").get("chat_template"))
 
 
 def tokenizer_config(path: Path, files: Mapping[str, bytes], vocab_size: int | None) -> dict[str, Any]:
