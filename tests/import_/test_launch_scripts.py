@@ -7,11 +7,13 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 import pytest
 from tests.import_.conftest import SCRIPTS
 
+from mt_core.errors import ConfigError
 from mt_core.plugins import PluginHost
 from mt_import.megatron_arguments.entry_scripts import entry_of_file
 from mt_import.megatron_arguments.translation import dotted
@@ -412,6 +414,12 @@ def test_what_the_arguments_say_is_translated_and_what_the_script_fixes_is_named
 def test_what_no_model_of_pictures_has_is_refused(changes: Mapping[str, str], words: str, host: PluginHost) -> None:
     result = import_script(SCRIPTS / "llava_7b.sh", host, define=changes)
     assert words in "; ".join(f"{one.words}: {one.reason}" for one in result.of_status("refused"))
+
+
+def test_a_script_with_its_model_in_python_says_so(tmp_path: Path, host: PluginHost) -> None:
+    (tmp_path / "run.sh").write_text("torchrun examples/mimo/train.py --model-provider mock --lr 1e-3\n")
+    with pytest.raises(ConfigError, match=r"run.sh, line 1: examples/mimo/train.py: .* are Python functions"):
+        import_script(tmp_path / "run.sh", host)
 
 
 PICTURES = "--num-layers 2 --hidden-size 64 --num-attention-heads 4 --micro-batch-size 2 --train-iters 5 --lr 1e-3 "

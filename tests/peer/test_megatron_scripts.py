@@ -98,7 +98,7 @@ SCRIPTS = (
     ),
     Script("post_training/modelopt/eagle3.sh", ("qwen/Qwen3-8B",), POST_TRAINING, "gpt", "finetune.py"),
     *(
-        Script(f"mimo/scripts/run_{name}.sh", ("d", "c"), MIMO, why="--model-provider is no option")
+        Script(f"mimo/scripts/run_{name}.sh", ("d", "c"), MIMO, why="Python functions of the script")
         for name in PROVIDED
     ),
     Script("multimodal/pretrain_mistral_clip.sh", (), {**MULTIMODAL, "DATA_TRAIN": "shards.tar"}),

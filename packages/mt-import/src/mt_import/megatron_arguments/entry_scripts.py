@@ -89,6 +89,19 @@ ENTRY_SCRIPTS = (
 )
 
 
+ABSENT: Mapping[str, str] = {
+    "mimo/train.py": "tower, projection, decoder and data are Python functions of the script, which its "
+    "--model-provider and --dataset-provider name; write model.family=llava with the sizes of both, see "
+    "docs/models/llava.md",
+}
+"""Megatron's scripts whose arguments do not say what is trained -> why."""
+
+
+def absent_entry(path: str) -> str | None:
+    """Why the arguments of this script do not say what it trains; None for another script."""
+    return next((why for script, why in ABSENT.items() if _ends_with(path, script)), None)
+
+
 def entry_script(name: str) -> EntryScript:
     """By its name here (gpt, bert, ...). Raises ConfigError."""
     known = {entry.name: entry for entry in ENTRY_SCRIPTS}

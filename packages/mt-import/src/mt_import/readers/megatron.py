@@ -14,7 +14,13 @@ from mt_core.plugins import PluginHost
 from mt_import.launch_scripts.launches import ArgumentList, Launch, read_launch
 from mt_import.launch_scripts.variables import Unknowns, is_known
 from mt_import.megatron_arguments.command_line import ParsedArgument, parse_arguments
-from mt_import.megatron_arguments.entry_scripts import ENTRY_SCRIPTS, EntryScript, entry_of_file, entry_script
+from mt_import.megatron_arguments.entry_scripts import (
+    ENTRY_SCRIPTS,
+    EntryScript,
+    absent_entry,
+    entry_of_file,
+    entry_script,
+)
 from mt_import.megatron_arguments.table import Version, by_dest, by_option
 from mt_import.megatron_arguments.translation import Translation, translate
 from mt_import.result import ImportResult, Processes, result_of
@@ -75,6 +81,8 @@ def import_script(
     scripts = [name for entry in ENTRY_SCRIPTS for name in entry.scripts]
     launch, unknowns = read_launch(path, define or {}, arguments, scripts, options.program)
     given_words, unset = _without_unset_words(launch.arguments, unknowns)
+    if not isinstance(launch, ArgumentList) and options.entry is None and (why := absent_entry(launch.script)):
+        raise ConfigError(f"{path.name}, line {launch.line}: {launch.script}: {why}")
     words = _known_words(given_words, unknowns)
     if isinstance(launch, ArgumentList):
         return _import_part(path, launch, words, host, options)
