@@ -14,7 +14,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from mt_core.errors import DataError
-from mt_data.tokenizers.engines import PATTERNS
+from mt_data.tokenizers.engines import PATTERNS, TokenizersEngine
 from mt_data.tokenizers.hugging_face import HuggingFaceConfig, HuggingFaceTokenizer, build_hugging_face
 from mt_data.tokenizers.regex_probes import endless_pattern
 
@@ -200,3 +200,23 @@ def test_files_with_values_beyond_all_vocabularies_are_not_parsed(
     monkeypatch.setattr("mt_data.tokenizers.hugging_face.parse_json", parse)
     with pytest.raises(DataError, match=r"tokenizer\.json' is refused: it has .* values; 100 are allowed"):
         build(hugging_face_directory)
+
+
+def test_a_huge_file_is_refused_unread(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A terabyte of a sparse file takes no disk; reading it would take all memory."""
+    with (tmp_path / "tokenizer.json").open("wb") as file:
+        file.truncate(1 << 40)
+    monkeypatch.setattr(Path, "read_bytes", lambda path: pytest.fail("it was read"))
+    with pytest.raises(DataError, match=r"tokenizer\.json' is refused: it has 1099511627776 bytes; 134217728 are"):
+        build(tmp_path)
+
+
+def test_a_panic_of_the_decoder_is_a_sentence() -> None:
+    """Its expression gives up on these tokens alone, which no trial knows."""
+    from tokenizers import Regex, Tokenizer, decoders, models
+
+    tokenizer = Tokenizer(models.WordLevel({"a" * 40 + "b": 0, "x": 1}, unk_token="x"))
+    tokenizer.decoder = decoders.Replace(Regex("(?:a|a|aa)+$"), "y")
+    assert TokenizersEngine(tokenizer).decode([1]) == "x"
+    with pytest.raises(DataError, match="cannot decode 1 ids: .*retry-limit-in-match over"):
+        TokenizersEngine(tokenizer).decode([0])

@@ -79,6 +79,12 @@ class Engine(Protocol):
         ...
 
 
+def _is_of_library(error: BaseException) -> bool:
+    """Whether the tokenizers library has raised it: bare Exception, as where the unknown token is missing, or its
+    panic, as at a regular expression without an end, which is no Exception."""
+    return type(error) is Exception or type(error).__name__ == "PanicException"
+
+
 class TokenizersEngine:
     """A `tokenizers.Tokenizer`; `add_special_tokens` runs its post-processor, which puts bos and the like."""
 
@@ -91,15 +97,18 @@ class TokenizersEngine:
         try:
             encodings = self._tokenizer.encode_batch_fast([text], add_special_tokens=self._add_special_tokens)
         except BaseException as error:
-            # The library raises bare Exception, as where the unknown token is missing. Its panic, as at a regular
-            # expression without an end, is no Exception.
-            if type(error) is not Exception and type(error).__name__ != "PanicException":
+            if not _is_of_library(error):
                 raise
             raise DataError(f"the tokenizer cannot encode a text of {len(text)} characters: {error}") from None
         return np.array(encodings[0].ids, dtype=np.int32)
 
     def decode(self, ids: list[int]) -> str:
-        return self._tokenizer.decode(ids, skip_special_tokens=False)
+        try:
+            return self._tokenizer.decode(ids, skip_special_tokens=False)
+        except BaseException as error:
+            if not _is_of_library(error):
+                raise
+            raise DataError(f"the tokenizer cannot decode {len(ids)} ids: {error}") from None
 
     def token_bytes(self) -> dict[int, bytes] | None:
         to_bytes = _piece_reader(self._tokenizer.decoder)

@@ -14,7 +14,7 @@ from mt_core.interfaces import SpecialTokens
 from mt_data.tokenizers import base as names
 from mt_data.tokenizers.base import BaseTokenizer, FileTokenizerConfig, decode_utf8, parse_json, read_file
 from mt_data.tokenizers.engines import TokenizersEngine
-from mt_data.tokenizers.limits import LARGEST_ID, require_limits, require_size
+from mt_data.tokenizers.limits import LARGEST_ID, require_file_size, require_limits, require_size
 from mt_data.tokenizers.regex_probes import endless_pattern
 
 if TYPE_CHECKING:
@@ -105,6 +105,8 @@ def read_directory(directory: Path) -> dict[str, bytes]:
         hint = f"; it has {alternative}: use tokenizer_type {INSTEAD[alternative]}" if alternative else ""
         raise DataError(f"tokenizer.{KEY}={str(directory)!r} holds no {MAIN_FILE}{hint}")
     present = [name for name in OPTIONAL_FILES if (directory / name).is_file()]
+    for name in (MAIN_FILE, *present):
+        require_file_size(directory / name, KEY)
     return {name: read_file(str(directory / name), KEY) for name in (MAIN_FILE, *present)}
 
 

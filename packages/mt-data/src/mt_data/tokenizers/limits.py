@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Mapping
+from pathlib import Path
 from typing import Any
 
 from mt_core.errors import DataError
@@ -23,6 +24,12 @@ LARGEST_ID = 1 << 26
 MOST_VALUES = 3_000_000
 """Values in one JSON file: those of 500,000 tokens and as many merges, and memory of half a gigabyte to read."""
 MOST_BYTES = 1 << 27
+
+
+def require_file_size(path: Path, key: str) -> None:
+    """Raise DataError for a file of a tokenizer that is too large, without reading it."""
+    if (size := path.stat().st_size) > MOST_BYTES:
+        raise _refusal(str(path), key, f"it has {size} bytes; {MOST_BYTES} are allowed")
 
 
 def require_size(data: bytes, path: str, key: str) -> None:
