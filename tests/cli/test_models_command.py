@@ -173,6 +173,21 @@ def saved_config(folder: Path, **changes: object) -> Path:
     return folder
 
 
+HEADS = {"num_attention_heads": 2, "num_key_value_heads": 1}
+SMALL = {**HEADS, "hidden_size": 8, "num_hidden_layers": 1, "intermediate_size": 12, "vocab_size": 11}
+
+
+def small_tensors() -> dict[str, torch.Tensor]:
+    """Those of a tied Llama of these sizes."""
+    layer = "model.layers.0."
+    shapes = {"model.embed_tokens.weight": (11, 8), "model.norm.weight": (8,)}
+    shapes |= {f"{layer}{name}_layernorm.weight": (8,) for name in ("input", "post_attention")}
+    shapes |= {f"{layer}self_attn.{name}_proj.weight": (8 if name in "qo" else 4, 8) for name in "qkvo"}
+    shapes |= {f"{layer}mlp.{name}_proj.weight": (12, 8) for name in ("gate", "up")}
+    shapes |= {f"{layer}mlp.down_proj.weight": (8, 12)}
+    return {name: torch.zeros(size) for name, size in shapes.items()}
+
+
 def test_a_published_config_is_taken(mt, tmp_path: Path) -> None:
     found = json.loads(mt("models", "check", saved_config(tmp_path) / "config.json", "--json").out)
     assert found["taken"]
@@ -199,15 +214,7 @@ def test_a_type_of_no_family_and_a_folder_without_a_config(mt, tmp_path: Path) -
 
 
 def test_tensors_that_are_missing_unknown_or_of_another_shape_are_named(mt, tmp_path: Path) -> None:
-    shape = {"hidden_size": 8, "num_attention_heads": 2, "num_key_value_heads": 1, "num_hidden_layers": 1}
-    folder = saved_config(tmp_path, **shape, intermediate_size=12, vocab_size=11)
-    layer = "model.layers.0."
-    shapes = {"model.embed_tokens.weight": (11, 8), "model.norm.weight": (8,)}
-    shapes |= {f"{layer}{name}_layernorm.weight": (8,) for name in ("input", "post_attention")}
-    shapes |= {f"{layer}self_attn.{name}_proj.weight": (8 if name in "qo" else 4, 8) for name in "qkvo"}
-    shapes |= {f"{layer}mlp.{name}_proj.weight": (12, 8) for name in ("gate", "up")}
-    shapes |= {f"{layer}mlp.down_proj.weight": (8, 12)}
-    tensors = {name: torch.zeros(size) for name, size in shapes.items()}
+    folder, tensors = saved_config(tmp_path, **SMALL), small_tensors()
     save_file(tensors, folder / "model.safetensors")
     assert "tensors, all used" in mt("models", "check", folder).out
     quantized = json.loads((folder / "config.json").read_text()) | {"quantization_config": {"quant_method": "fp8"}}
@@ -220,6 +227,22 @@ def test_tensors_that_are_missing_unknown_or_of_another_shape_are_named(mt, tmp_
     save_file({**tensors, "model.extra": torch.zeros(1)}, folder / "model.safetensors")
     (problem,) = json.loads(mt("models", "check", folder, "--json").out)["problems"]
     assert problem["names"] == ["model.norm.weight", "model.extra"]
+
+
+@pytest.mark.parametrize(("architecture", "outputs"), [("Sequence", 1), ("Token", 3)])
+def test_a_head_of_scores_is_taken_and_counted_in_place_of_the_lm_head(mt, tmp_path, architecture, outputs) -> None:
+    """Breaks where the folder is checked against the model of its [model] section alone, which has an LM head."""
+    names = {str(number): f"LABEL_{number}" for number in range(outputs)}
+    labels = {"id2label": names, "label2id": {name: int(number) for number, name in names.items()}}
+    architectures = [f"LlamaFor{architecture}Classification"]
+    folder = saved_config(tmp_path, **SMALL, **labels, architectures=architectures, tie_word_embeddings=False)
+    tensors = {**small_tensors(), "score.weight": torch.zeros(outputs, 8)}
+    if architecture == "Token":
+        tensors["score.bias"] = torch.zeros(outputs)
+    save_file(tensors, folder / "model.safetensors")
+    checked = json.loads(mt("models", "check", folder, "--json").out)
+    assert checked["problems"] == []
+    assert checked["parameters"] == sum(tensor.numel() for tensor in tensors.values())
 
 
 @pytest.mark.parametrize("size", [10**12, 10**30])

@@ -19,6 +19,7 @@ from mt_core.config_refusals import read_model
 from mt_core.config_types import FIELD_TYPES, INTEGER
 from mt_core.errors import ConfigError, MtError
 from mt_core.plugins import PluginHost
+from mt_core.specs import SECTIONS
 
 MOST_PROBLEMS = 20
 LARGEST_SIZE = 2**31 - 1
@@ -79,12 +80,16 @@ def check_model(path: Path, host: PluginHost) -> ModelCheck:
             problems = [_without_tensors(error, external)]
     tensors: int | None = None
     left_out: Mapping[str, int] = {}
-    # Without a family the names of tensors say nothing.
-    if not problems and path.is_dir() and host[CHECKPOINT_LOADERS].get(HF_FORMAT).detect.load()(path):
-        read, tensors, left_out, problems = _check_tensors(path, host[CHECKPOINT_LOADERS].get(HF_FORMAT), host)
-        # Tensors may have layers of multi-token prediction that config.json does not count, or lack some.
-        if read is not None and config is not None and read.model != config.model and parameters is not None:
-            parameters = count_parameters(read, host).total
+    loader = host[CHECKPOINT_LOADERS].get(HF_FORMAT)
+    # Without a family the names of tensors say nothing, but where no field is named the model may be of another form,
+    # which the loader knows from the tensors beside it: a reward model is no classifier of one class.
+    if path.is_dir() and not any(problem.names for problem in problems) and loader.detect.load()(path):
+        read, tensors, left_out, wrong = _check_tensors(path, loader, host)
+        problems = [] if not wrong else problems or wrong
+        # Tensors may have layers of multi-token prediction that config.json does not count, or lack some, and another
+        # head.
+        if read is not None and read != config and not problems and can_count():
+            config, parameters = read, count_parameters(read, host).total
     family = None if config is None else config.model.family
     model_type, method = str(external["model_type"]), _quantization(stored)
     return ModelCheck(str(path), model_type, family, parameters, tensors, left_out, method, problems)
@@ -222,7 +227,10 @@ def _check_tensors(path: Path, loader: CheckpointLoaderSpec, host: PluginHost) -
     try:
         reader = loader.open.load()(path, host)
         shapes = reader.shapes()
-        config = config_from_dict({"model": reader.metadata["config"]["model"]}, host)
+        stored = reader.metadata["config"]
+        # With the sections that other distributions bring, such as a head of scores in place of the LM head.
+        brought = {spec.name: stored[spec.name] for spec in host[SECTIONS] if spec.name in stored}
+        config = config_from_dict({"model": stored["model"], **brought}, host)
         expected = canonical_shapes(config, host)
     except MtError as error:
         where: Literal["config.json", "tensors"] = "config.json" if isinstance(error, ConfigError) else "tensors"
