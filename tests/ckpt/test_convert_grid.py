@@ -453,18 +453,18 @@ def test_a_check_counts_the_layers_of_prediction_that_tensors_have(host, tmp_pat
     assert check_model(folder, host).parameters == report.num_parameters
 
 
-def glm4_folder(host, tmp_path: Path) -> tuple[Path, Path, str]:
-    """A folder of Hugging Face, its file, and the prefix of its layer of prediction."""
-    folder = tmp_path / "glm4_moe"
+def predicting_folder(host, tmp_path: Path, model: str = "glm4_moe") -> tuple[Path, Path, str]:
+    """A folder of Hugging Face, its file, and the prefix of its first layer of prediction."""
+    folder = tmp_path / model
     # In one file.
-    convert(Sources("glm4_moe", host, tmp_path).path(("mt", LAYOUTS[0])), folder, loader="mt", saver="hf", host=host)
+    convert(Sources(model, host, tmp_path).path(("mt", LAYOUTS[0])), folder, loader="mt", saver="hf", host=host)
     (folder / CHECKSUMS).unlink()
     (file,) = folder.glob("*.safetensors")
-    return folder, file, f"model.layers.{CASES['glm4_moe']['num_layers']}."
+    return folder, file, f"model.layers.{CASES[model]['num_layers']}."
 
 
 def test_a_count_of_layers_that_files_have_not_is_named(host, tmp_path: Path) -> None:
-    folder, file, predicted = glm4_folder(host, tmp_path)
+    folder, file, predicted = predicting_folder(host, tmp_path)
     save_file({name: x for name, x in load_file(file).items() if not name.startswith(predicted)}, file)
     report = convert(folder, tmp_path / "mt", loader="hf", saver="mt", dry_run=True, host=host)
     (line,) = report.notes
@@ -474,7 +474,7 @@ def test_a_count_of_layers_that_files_have_not_is_named(host, tmp_path: Path) ->
 
 @pytest.mark.parametrize("differs", [False, True])
 def test_a_head_that_is_left_out_is_named_where_it_differs(host, tmp_path: Path, differs: bool) -> None:
-    folder, file, predicted = glm4_folder(host, tmp_path)
+    folder, file, predicted = predicting_folder(host, tmp_path)
     tensors = load_file(file)
     tensors[f"{predicted}shared_head.head.weight"] = tensors["lm_head.weight"] + (1.0 if differs else 0.0)
     tensors[f"{predicted}embed_tokens.weight"] = tensors["model.embed_tokens.weight"].clone()
@@ -482,6 +482,19 @@ def test_a_head_that_is_left_out_is_named_where_it_differs(host, tmp_path: Path,
     report = convert(folder, tmp_path / "mt", loader="hf", saver="mt", dry_run=True, host=host)
     words = "left out, though it differs from lm_head.weight, which is used in its place: "
     assert report.notes == ((f"{words}{predicted}shared_head.head.weight",) if differs else ())
+
+
+def test_the_refusal_of_a_repeated_head_that_differs_says_what_the_model_has(host, tmp_path: Path) -> None:
+    """Breaks where it names tied embeddings, which a head within a layer of prediction has nothing to do with."""
+    folder, file, predicted = predicting_folder(host, tmp_path, "deepseek_v3")
+    tensors, repeated = load_file(file), f"{predicted}shared_head.head.weight"
+    save_file({**tensors, repeated: tensors["lm_head.weight"] + 1}, file)
+    with pytest.raises(CheckpointError, match="repeats lm_head.weight, which the model has once") as refusal:
+        convert(folder, tmp_path / "mt", loader="hf", saver="mt", host=host)
+    assert repeated in str(refusal.value)
+    assert "tie_word_embeddings" not in str(refusal.value)
+    save_file(tensors, file)
+    convert(folder, tmp_path / "mt", loader="hf", saver="mt", host=host)
 
 
 def test_a_table_of_integers_goes_from_hugging_face_to_hugging_face(host, tmp_path: Path) -> None:

@@ -218,11 +218,21 @@ class HuggingFaceReader:
         for copy in self._copies.get(source, ()):
             # Some programs save tied tensors under both names. If they differ, one of the two would be lost silently.
             if not same_bits(tensor, self._tensors.read(self._stored[copy])):
-                raise CheckpointError(
-                    f"the configuration ties {copy} to {source}, but the two differ in the checkpoint; set "
-                    f"tie_word_embeddings to false in its {CONFIG} if the first is to be used"
-                )
+                raise CheckpointError(_differing(copy, source))
         return tensor
+
+
+def _differing(copy: str, source: str) -> str:
+    # Layers of multi-token prediction repeat embedding and LM head, whatever is tied.
+    if ".layers." in copy:
+        return (
+            f"{copy} repeats {source}, which the model has once, but the two differ in the checkpoint; remove the "
+            "first from its tensors if the second is to be used in its place, as programs that draft tokens do"
+        )
+    return (
+        f"the configuration ties {copy} to {source}, but the two differ in the checkpoint; set "
+        f"tie_word_embeddings to false in its {CONFIG} if the first is to be used"
+    )
 
 
 def _stored_as(rule: Rule, tensors: ExternalTensors, stored: Mapping[str, str]) -> StoredFormat:
