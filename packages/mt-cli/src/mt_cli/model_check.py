@@ -81,9 +81,10 @@ def check_model(path: Path, host: PluginHost) -> ModelCheck:
     tensors: int | None = None
     left_out: Mapping[str, int] = {}
     loader = host[CHECKPOINT_LOADERS].get(HF_FORMAT)
-    # Without a family the names of tensors say nothing, but where no field is named the model may be of another form,
-    # which the loader knows from the tensors beside it: a reward model is no classifier of one class.
-    if path.is_dir() and not any(problem.names for problem in problems) and loader.detect.load()(path):
+    # Without a family the names of tensors say nothing, but where no field but the class is named the model may be of
+    # another form, which the loader knows: a reward model is no classifier of one class.
+    named = {name for problem in problems for name in problem.names}
+    if named <= {"architectures"} and path.is_dir() and loader.detect.load()(path):
         read, tensors, left_out, wrong = _check_tensors(path, loader, host)
         problems = [] if not wrong else problems or wrong
         # Tensors may have layers of multi-token prediction that config.json does not count, or lack some, and another
