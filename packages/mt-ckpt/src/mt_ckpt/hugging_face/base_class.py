@@ -15,7 +15,7 @@ from mt_ckpt.hugging_face.tensors import Renamed
 log = logging.getLogger(__name__)
 PREFIX = "model."
 EMBEDDINGS = frozenset({"embed_tokens.weight", "language_model.embed_tokens.weight"})
-"""Of a text model, and of one with pictures."""
+"""Names of the embeddings of a text model, and of one with pictures."""
 HEADS = ("lm_head.", "score.", "classifier.")
 """Beginnings of names that have the prefix in no class."""
 TIED = "tie_word_embeddings"
