@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import shutil
+import socket
 import subprocess
 import sys
 from pathlib import Path
@@ -13,6 +14,7 @@ import pytest
 from mt_core.config.loading import LoadedConfig, load_config
 from mt_core.errors import ConfigError
 from mt_core.testing import run_ranks
+from mt_core.train import same_start
 from mt_core.train.same_start import NODE_KEYS, code_digests, compared_keys, require_same_samples
 from mt_core.train.trainer import Trainer
 
@@ -60,6 +62,44 @@ def test_every_rank_names_what_differs_and_none_waits(first, other, named) -> No
     texts = run_ranks(2, refusal, [[first], [other]], timeout=60)
     assert texts[0] == texts[1]
     assert named.format(socket.gethostname()) in texts[0]
+
+
+def trained_in(rank: int, _: int, folders: list[Path]) -> str:
+    same_start.SECONDS_UNTIL_SEEN = 0.5
+    os.chdir(folders[rank])
+    try:
+        Trainer(small(), run_dir="run").train()
+    except ConfigError as error:
+        return str(error)
+    return "trained"
+
+
+@pytest.mark.dist
+@pytest.mark.slow
+def test_a_relative_path_in_two_working_folders_is_no_run_directory(tmp_path: Path) -> None:
+    """The first save waited for an hour for the report of the rank that writes elsewhere."""
+    (tmp_path / "a").mkdir()
+    (tmp_path / "b" / "run" / "checkpoints").mkdir(parents=True)
+    texts = run_ranks(2, trained_in, [tmp_path / "a", tmp_path / "b"], timeout=120)
+    unseen = tmp_path / "b" / "run" / "checkpoints"
+    for text in texts:
+        assert (
+            f"what rank 0 writes into run/checkpoints: seen on {socket.gethostname()} (rank 0), not seen in {unseen}"
+            in text
+        )
+    assert list((tmp_path / "a" / "run" / "checkpoints").iterdir()) == []
+
+
+def seen_through(rank: int, _: int, folders: list[Path]) -> None:
+    same_start.require_shared_folder(folders[rank], small().config)
+
+
+@pytest.mark.dist
+def test_one_folder_by_two_paths_is_shared(tmp_path: Path) -> None:
+    (tmp_path / "real").mkdir()
+    (tmp_path / "link").symlink_to("real")
+    run_ranks(2, seen_through, [tmp_path / "real", tmp_path / "link"], timeout=60)
+    assert list((tmp_path / "real").iterdir()) == []
 
 
 @pytest.mark.dist

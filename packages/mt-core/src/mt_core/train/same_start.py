@@ -9,6 +9,7 @@ import platform
 import socket
 import sys
 import sysconfig
+import time
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from types import ModuleType
@@ -21,6 +22,7 @@ from mt_core.checkpoint_specs import CheckpointReader
 from mt_core.config.schema import Config
 from mt_core.interfaces import Dataset, Tokenizer
 from mt_core.launch.agreement import any_rank_differs, require_agreement
+from mt_core.paths import is_remote
 from mt_core.plugins import PluginHost
 from mt_core.train.checkpoint.resume import CONTENT, TOKENIZER
 from mt_core.versions import installed_versions
@@ -46,6 +48,9 @@ their content is compared. The type of the device is compared when ranks meet (`
 LIBRARIES = ("numpy", "tokenizers", "sentencepiece", "tiktoken", "triton", "transformer_engine", "flash_attn")
 VARIABLES = ("NCCL_ALGO", "NCCL_PROTO", "NVTE_ALLOW_NONDETERMINISTIC_ALGO", "CUBLAS_WORKSPACE_CONFIG")
 """Environment variables that choose a collective's algorithm, which all ranks have to share, or an arithmetic."""
+MARK, SECONDS_UNTIL_SEEN = ".mt-seen-by-all-ranks", 90.0
+"""A file in the folder of checkpoints, and how long a network file system may take to show it: NFS keeps for up to 60 s
+that a file is not there."""
 SAMPLES = 8
 """Samples of a data set that are compared. Fingerprints of files without checksums do not read the tokens."""
 
@@ -86,6 +91,35 @@ def require_same_samples(identity: Mapping[str, str], datasets: Mapping[str, Dat
     for name, dataset in datasets.items():
         values |= _content(name, dataset)
     require_agreement("data", values, timeout=config.timeouts.data)
+
+
+def require_shared_folder(folder: Path, config: Config) -> None:
+    """Raise ConfigError on every rank, where one does not see what rank 0 writes into the folder of checkpoints: the
+    first save would wait for that rank's report. Collective; the folder exists on rank 0.
+
+    The same relative path is another folder in another working directory, and so is a disk of each machine.
+    """
+    place = json.dumps([*file_system(), str(folder.absolute())])
+    if is_remote(folder) or not any_rank_differs("place of the checkpoints", place, timeout=config.timeouts.load):
+        return
+    mark, is_first = folder / MARK, torch.distributed.get_rank() == 0
+    if is_first:
+        mark.touch()
+    try:
+        seen = "seen" if _appears(mark) else f"not seen in {folder.absolute()}"
+        require_agreement("checkpoints", {f"what rank 0 writes into {folder}": seen}, timeout=config.timeouts.load)
+    finally:
+        if is_first:
+            mark.unlink(missing_ok=True)
+
+
+def _appears(file: Path) -> bool:
+    end = time.monotonic() + SECONDS_UNTIL_SEEN
+    while not file.exists():
+        if time.monotonic() > end:
+            return False
+        time.sleep(0.1)
+    return True
 
 
 def compared_keys(config: Config) -> dict[str, Any]:

@@ -61,7 +61,7 @@ from mt_core.train.reporting.step_metrics import StepMetrics
 from mt_core.train.reporting.time_report import account_time, report_time, start_status, waited_for
 from mt_core.train.reporting.warning_log import LoggedWarnings
 from mt_core.train.run_control import RunControl, changes_to_store, stored_changes, with_stored_changes
-from mt_core.train.same_start import require_same_checkpoint, require_same_samples
+from mt_core.train.same_start import require_same_checkpoint, require_same_samples, require_shared_folder
 from mt_core.train.signals import StopSignals
 from mt_core.train.state import TrainResult, TrainState
 from mt_core.train.step.forward_backward import ForwardStep
@@ -225,6 +225,7 @@ class Trainer:
         if self.directory is not None:
             # The directory exists before any rank writes into it.
             on_first_rank(partial(self._create, self.directory), self.ctx.world)
+            require_shared_folder(self.directory.checkpoints, self.config)
         status: StatusFile | None = None
         try:
             repeatable = deterministic_algorithms(self.config.train.deterministic)
