@@ -79,7 +79,7 @@ def test_inspect(written, host, name: str) -> None:
     assert facts["checkpoint"] == str(path)
     assert facts["format"].startswith(f"{name}: ")
     files = [file for file in path.rglob("*") if file.is_file()]
-    assert facts["size"].endswith(f" in {len(files)} files")
+    assert facts["size"].endswith(f" in {len(files)} file{'s' * (len(files) != 1)}")
     config = model_config(open_checkpoint(path.parent / "source"), host)
     elements = sum(torch.Size(layout.shape).numel() for layout in expected_parameters(config, host).values())
     number, count, dtype, *_ = facts["model"].split()

@@ -267,6 +267,8 @@ NO_MEGATRON = {
     *("mistral_large4", "longcat_flash"),
     *(name for name in CASES if name.endswith(("_classification", "_multiple_choice"))),
 }
+WITHOUT_PREDICTION = ("deepseek_v3", "qwen_next_experts", "nemotron_3")
+"""Models that GGUF holds without their multi-token prediction (test_gguf_save.py)."""
 UNABLE = {
     "hf": {
         *("gpt_no_bias", "gpt_moe", "bert_no_heads", "biencoder", "retro"),
@@ -280,7 +282,7 @@ UNABLE = {
         *("lfm2", "glm4_moe_lite", "mistral4", "kimi_linear", "qwen_next", "jamba", "falcon_h1", "hybrid_experts"),
         *("granite_hybrid", "ernie4_5_moe", "hunyuan_v1_moe", "lfm2_moe", "dots1", "deepseek_v32", "glm_5", "kimi_k3"),
         *("exaone_moe", "glm4_moe", "afmoe", "mimo_v2_flash", "hy_v3", "step3p7", "t5", "minimax_m3"),
-        *("bailing_hybrid", "qwen_vl", "qwen3_vl", "qwen3_vl_experts"),
+        *("bailing_hybrid", "qwen_vl", "qwen3_vl", "qwen3_vl_experts", *WITHOUT_PREDICTION),
     },
     "megatron": NO_MEGATRON,
     "megatron-dist": NO_MEGATRON,
@@ -309,7 +311,7 @@ ROUNDED: dict[str, dict[str, tuple[str, ...]]] = {
 """Format -> models that it has words for, and ends of the names of parameters that it holds as a function of ours,
 which rounds: GGUF has -exp(A_log), and norms plus one. `test_what_is_rounded` has them; all else is compared bit for
 bit."""
-MULTIPLIED = {"gguf": {"falcon_h1", "kimi_k3", "t5", "qwen_vl", "qwen3_vl", "qwen3_vl_experts"}}
+MULTIPLIED = {"gguf": {"falcon_h1", "kimi_k3", "t5", "qwen_vl", "qwen3_vl", "qwen3_vl_experts", *WITHOUT_PREDICTION}}
 """Format -> models whose matrices contain factors of the configuration, or of other parameters, in it, or of which it
 has the decoder alone, so that what is read is another model with the same outputs (test_gguf_save.py)."""
 UNCUT = ("t5", "t5_learned_positions", "gemma4", "gemma4_vl")

@@ -101,9 +101,8 @@ def problems_of(external: Mapping[str, Any], folder: Path, host: PluginHost) -> 
             "x",
             "vision_config.hidden_act='x' is not supported; it can be quick_gelu",
         ),
-        # A null that transformers does not compute with, where the published default is another value
+        # A null that transformers does not compute with
         ("gpt_oss", "rope_parameters.truncate", None, "rope_parameters.truncate=null is not supported; it can be true"),
-        ("deepseek_v3", "kv_lora_rank", None, "kv_lora_rank=null is not supported; leave it out for its default, 512"),
     ],
 )
 def test_the_field_is_named_with_its_value_and_what_it_can_be(

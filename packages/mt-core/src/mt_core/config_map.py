@@ -93,9 +93,6 @@ class ConfigMap:
             if entry.theirs in external and external[entry.theirs] not in entry.values:
                 legal = " or ".join(repr(value) for value in entry.values)
                 raise ConfigError(f"{entry.theirs}={external[entry.theirs]!r} is not supported; it can be {legal}")
-        for f in self.fields:
-            if f.default is not None and external.get(f.theirs, f.default) is None:
-                raise ConfigError(f"{f.theirs}=null is not supported; leave it out for its default, {f.default!r}")
         values = {
             f.ours: _translated(f.import_value, external.get(f.theirs, f.default), [f.theirs]) for f in self.fields
         }

@@ -83,11 +83,13 @@ def _plan(source: CheckpointReader, options: ConvertOptions, host: PluginHost) -
     external = family_named(model.family, host).write_config(model)
     family = family_to_write(model.family, host)
     architecture = family.architecture_for(external)
-    if not architecture.predicts and getattr(model, PREDICTING, False):
-        _drop_prediction(source, architecture)
+    leaves_prediction = not architecture.predicts and getattr(model, PREDICTING, False)
+    if leaves_prediction:
         model = model.model_copy(update={PREDICTING: 0})
         external = family_named(model.family, host).write_config(model)
     values = _model_metadata(architecture, external)
+    if leaves_prediction:
+        _drop_prediction(source, architecture)
     dropped: Container[str] = getattr(source, "dropped_names", frozenset())
     outputs = Outputs(source, family, model, dropped)  # type: ignore[arg-type]
     if left_out := outputs.left_out():

@@ -107,6 +107,8 @@ def read_v3(metadata: Metadata) -> dict[str, Any]:
 
 
 def write(external: External) -> dict[str, Any]:
+    if not external.get("n_routed_experts"):
+        raise ConfigError("model.moe=null cannot be written as GGUF of the architecture deepseek2, which has experts")
     scaling = external.get("rope_scaling") or {}
     rotated, latent = external["qk_rope_head_dim"], external["kv_lora_rank"]
     values = {
