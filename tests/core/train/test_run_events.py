@@ -41,16 +41,17 @@ def test_parts_add_up_to_the_time_that_passed() -> None:
     with parts("forward"):
         time.sleep(0.02)
         with waiting(axis):
-            time.sleep(0.03)
+            time.sleep(0.2)
         with parts("save"):
-            time.sleep(0.01)
+            time.sleep(0.1)
     parts.enter("other")
     passed = time.perf_counter() - began
     totals = parts.totals()
     assert sum(totals.values()) == pytest.approx(passed, abs=5e-3)
-    assert 0.02 <= totals["forward"] < 0.03, "without the collective and the save within it"
-    assert totals["communication"] >= 0.03
-    assert totals["save"] >= 0.01
+    # A busy machine wakes a process later.
+    assert 0.02 <= totals["forward"] < 0.1, "without the collective and the save within it"
+    assert totals["communication"] >= 0.2
+    assert totals["save"] >= 0.1
 
 
 class FakeEvent:

@@ -167,8 +167,8 @@ def import_extra(external: Mapping[str, Any], kind: str, defaults: Mapping[str, 
 def export_extra(model: Mapping[str, Any], kind: str) -> dict[str, Any]:
     config = BartConfig.model_validate(model)
     stacks = {"layers": config.num_layers, "attention_heads": config.num_attention_heads, "ffn_dim": config.ffn_size}
-    # Where the model does not say it, the tokenizer's beginning of a text takes its place. It is null in published files
-    # of mBART, where the language decides.
+    # Where the model does not say it, the tokenizer's beginning of a text takes its place. Published mBART has null,
+    # since the language decides it.
     start = 0 if config.decoder_start_token_id is None and kind != "mbart" else config.decoder_start_token_id
     return {
         "architectures": [CLASSES[kind]],
