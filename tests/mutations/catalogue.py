@@ -204,8 +204,8 @@ STEPS = (
     Mutation(
         "containers of one host name are taken for one",
         f"{CORE}/train/same_start.py",
-        "[*file_system(), ",
-        "[socket.gethostname(), ",
+        "[*file_system(), _script(), ",
+        "[socket.gethostname(), _script(), ",
         ("tests/core/train/test_same_start.py", "-m", "", "-k", "containers"),
     ),
     Mutation(

@@ -18,7 +18,7 @@ from mt_core._torch_compat import default_store
 from mt_core.errors import ConfigError, TrainingError
 
 SHOWN_KEYS, SHOWN_RANKS = 8, 64
-SHOWN_CHARACTERS = 100
+SHOWN_CHARACTERS = 200
 VALUES, DIGEST, DIFFERENCES, DONE, ALL_DONE = "values", "digest", "differences", "done", "all-done"
 
 
