@@ -119,7 +119,7 @@ def write_files(folder: Path) -> dict[str, Path]:
             for number, line in enumerate(lines[: count // 8 * 8])
         ]
         (folder / name).with_suffix(".json").write_text("\n".join(map(json.dumps, pairs)), encoding="utf-8")
-    for name in ("pictures/train/ants", "pictures/train/bees", "pictures/val"):  # names of classes; files are made up
+    for name in ("pictures/train/ants", "pictures/train/bees", "pictures/val"):  # names of classes; files are generated
         (folder / name).mkdir(parents=True)
     models = {
         "bert-base-cased": folder / "bert",

@@ -34,8 +34,8 @@ def with_prefix(tensors: ExternalTensors) -> ExternalTensors:
 
 
 def without_head(external: dict[str, Any], names: Collection[str]) -> dict[str, Any]:
-    """config.json of a folder of these names (as the files have them), where the embeddings stand in for an LM head
-    that it does not have; a warning says so."""
+    """config.json of a folder of these names (as the files have them), where the embeddings are used in place of an LM
+    head that it does not have; a warning says so."""
     text = external.get("text_config")
     tables = {"": external, "text_config.": text if isinstance(text, Mapping) else {}}
     untied = [within for within, table in tables.items() if table.get(TIED) is False]

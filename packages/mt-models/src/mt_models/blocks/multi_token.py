@@ -36,17 +36,22 @@ Logits = Callable[[Tensor], Tensor]
 """[B, S, H] -> [B, S, vocab]"""
 
 
-class PredictionConfigLike(Protocol):
-    """What is read from the configuration of the model."""
+class DepthConfigLike(Protocol):
+    """What a depth reads from the configuration of the model."""
 
     @property
     def hidden_size(self) -> int: ...
     @property
+    def init_method_std(self) -> float: ...
+
+
+class PredictionConfigLike(DepthConfigLike, Protocol):
+    """What all depths together read."""
+
+    @property
     def normalization(self) -> Normalization: ...
     @property
     def norm_epsilon(self) -> float: ...
-    @property
-    def init_method_std(self) -> float: ...
     @property
     def mtp_num_layers(self) -> int: ...
     @property
@@ -86,6 +91,48 @@ class TokenPrediction(nn.Module):
         # [B, S, 2 H], the embedding first, as in DeepSeek's checkpoints. Norms make the two comparable in size.
         x = self.eh_proj(torch.cat((self.enorm(embedded), self.hnorm(hidden)), -1))
         return self.final_layernorm(self.mtp_model_layer(x, pattern, angles, cache))
+
+
+class StreamTokenPrediction(TokenPrediction):
+    """One depth on n residual streams: [B, S, n H] of the depth before -> the same. The layer's streams start as
+    e_proj enorm(embedding) + h_proj hnorm(X_i). Both matrices, [H, H], are replicated on every tensor-parallel rank.
+
+    Subclasses have `head_input`, and what it needs behind the layer.
+    """
+
+    def __init__(
+        self,
+        config: DepthConfigLike,
+        layer: nn.Module,
+        ctx: ParallelContext,
+        *,
+        streams: int,
+        enorm: nn.Module,
+        hnorm: nn.Module,
+    ) -> None:
+        nn.Module.__init__(self)
+        hidden, init = config.hidden_size, normal(config.init_method_std)
+        self.streams, self.enorm, self.hnorm = streams, enorm, hnorm
+        self.e_proj = ReplicatedLinear(hidden, hidden, ctx, init=init, bias=False, on_sequence=True)
+        self.h_proj = ReplicatedLinear(hidden, hidden, ctx, init=init, bias=False, on_sequence=True)
+        self.mtp_model_layer = layer
+
+    def normed(self, hidden: Tensor) -> Tensor:
+        """hnorm of each stream: [B, S, n H] -> [B, S, n, H]"""
+        normed: Tensor = self.hnorm(hidden.unflatten(-1, (self.streams, -1)))
+        return normed
+
+    def forward(
+        self,
+        hidden: Tensor,
+        embedded: Tensor,
+        pattern: AttentionPattern,
+        angles: RotaryAngles | None,
+        cache: Cache | None = None,
+    ) -> Tensor:
+        started = self.e_proj(self.enorm(embedded)).unsqueeze(-2) + self.h_proj(self.normed(hidden))
+        streams: Tensor = self.mtp_model_layer(started.flatten(-2), pattern, angles, cache)
+        return streams
 
 
 class MultiTokenPrediction(nn.Module):

@@ -17,15 +17,13 @@ from mt_core.nn.attention import AttentionPattern
 from mt_core.nn.build_context import ModelBuildContext
 from mt_core.nn.cache import Cache
 from mt_core.nn.embedding import project_to_vocab
-from mt_core.nn.layout import normal
 from mt_core.nn.loss import Unprojected
 from mt_core.parallel.context import ParallelContext
 from mt_core.parallel.pipeline.stage import Stage
 from mt_models.blocks.compressed_attention import CompressedAttention
 from mt_models.blocks.decoder import freeze
 from mt_models.blocks.hyper_connection import HyperConnection, StreamOutput, repeated
-from mt_models.blocks.linear import ReplicatedLinear
-from mt_models.blocks.multi_token import TokenPrediction
+from mt_models.blocks.multi_token import StreamTokenPrediction
 from mt_models.blocks.norm import Float32RMSNorm
 from mt_models.blocks.predicting_decoder import PredictingDecoder
 from mt_models.blocks.rotary import FixedRotary, RotaryAngles, RotaryByWindow, inverse_frequencies, scaled_rotary
@@ -64,7 +62,7 @@ class DeepseekV4Layer(nn.Module):
         return self.mlp_connection.mixed(self.mlp(self.pre_mlp_layernorm(x), ids=tokens), post, mixing, streams)
 
 
-class StreamPrediction(TokenPrediction):
+class StreamPrediction(StreamTokenPrediction):
     """One depth of multi-token prediction: [B, S, n H] of the depth before -> the streams, and behind them the input of
     the LM head, [B, S, (n + 1) H].
 
@@ -74,13 +72,9 @@ class StreamPrediction(TokenPrediction):
     def __init__(
         self, config: DeepseekV4Config, layer: nn.Module, norm: Callable[[], nn.Module], ctx: ParallelContext
     ) -> None:
-        nn.Module.__init__(self)
-        hidden, init = config.hidden_size, normal(config.init_method_std)
-        self.hidden, self.streams = hidden, config.hyper_connection_streams
-        self.enorm, self.hnorm = norm(), norm()
-        self.e_proj = ReplicatedLinear(hidden, hidden, ctx, init=init, bias=False, on_sequence=True)
-        self.h_proj = ReplicatedLinear(hidden, hidden, ctx, init=init, bias=False, on_sequence=True)
-        self.mtp_model_layer = layer
+        streams = config.hyper_connection_streams
+        super().__init__(config, layer, ctx, streams=streams, enorm=norm(), hnorm=norm())
+        self.width = streams * config.hidden_size
         self.output = StreamOutput(config, norm(), ctx)
 
     def forward(
@@ -91,13 +85,11 @@ class StreamPrediction(TokenPrediction):
         angles: RotaryAngles | None,
         cache: Cache | None = None,
     ) -> Tensor:
-        before = hidden[..., : self.streams * self.hidden].unflatten(-1, (self.streams, self.hidden))
-        started = self.e_proj(self.enorm(embedded)).unsqueeze(-2) + self.h_proj(self.hnorm(before))
-        streams = self.mtp_model_layer(started.flatten(-2), pattern, angles, cache)
+        streams = super().forward(hidden[..., : self.width], embedded, pattern, angles, cache)
         return torch.cat((streams, self.output(streams)), -1)
 
     def head_input(self, state: Tensor) -> Tensor:
-        return state[..., self.streams * self.hidden :]
+        return state[..., self.width :]
 
 
 class DeepseekV4Model(PredictingDecoder):

@@ -20,7 +20,6 @@ from mt_core.nn.attention import AttentionPattern
 from mt_core.nn.build_context import ModelBuildContext
 from mt_core.nn.cache import Cache
 from mt_core.nn.embedding import project_to_vocab
-from mt_core.nn.layout import normal
 from mt_core.nn.loss import Unprojected
 from mt_core.parallel.context import ParallelContext
 from mt_core.parallel.pipeline.stage import Stage
@@ -29,8 +28,7 @@ from mt_models.blocks.gated_delta_net import GatedDeltaNet
 from mt_models.blocks.gated_head_norm import GatedHeadNorm
 from mt_models.blocks.gated_streams import StreamConnection, StreamMixer, with_output
 from mt_models.blocks.hyper_connection import repeated
-from mt_models.blocks.linear import ReplicatedLinear
-from mt_models.blocks.multi_token import TokenPrediction
+from mt_models.blocks.multi_token import StreamTokenPrediction
 from mt_models.blocks.ngram_layer import NGramLayer
 from mt_models.blocks.norm import ZeroCenteredRMSNorm
 from mt_models.blocks.predicting_decoder import PredictsTokens
@@ -86,7 +84,7 @@ def sparse_attention(config: Qwen4ExpConfig, context: ModelBuildContext) -> RunS
     return attention
 
 
-class StreamPrediction(TokenPrediction):
+class StreamPrediction(StreamTokenPrediction):
     """One depth of multi-token prediction: streams [B, S, n H] of the depth before -> the same.
 
     The layer's streams start as e_proj enorm(embedding) + h_proj hnorm(X)_i, where hnorm is over all n H channels
@@ -96,28 +94,14 @@ class StreamPrediction(TokenPrediction):
     def __init__(
         self, config: Qwen4ExpConfig, layer: nn.Module, norm: Callable[[], nn.Module], ctx: ParallelContext
     ) -> None:
-        nn.Module.__init__(self)
-        hidden, init = config.hidden_size, normal(config.init_method_std)
-        self.streams = config.residual_streams
-        self.enorm = norm()
-        self.hnorm = ZeroCenteredRMSNorm(self.streams * hidden, config.norm_epsilon, ctx)
-        self.e_proj = ReplicatedLinear(hidden, hidden, ctx, init=init, bias=False, on_sequence=True)
-        self.h_proj = ReplicatedLinear(hidden, hidden, ctx, init=init, bias=False, on_sequence=True)
-        self.mtp_model_layer = layer
+        streams = config.residual_streams
+        hnorm = ZeroCenteredRMSNorm(streams * config.hidden_size, config.norm_epsilon, ctx)
+        super().__init__(config, layer, ctx, streams=streams, enorm=norm(), hnorm=hnorm)
         self.final_layernorm = StreamMixer(config, ctx)
 
-    def forward(
-        self,
-        hidden: Tensor,
-        embedded: Tensor,
-        pattern: AttentionPattern,
-        angles: RotaryAngles | None,
-        cache: Cache | None = None,
-    ) -> Tensor:
-        before = self.hnorm(hidden).unflatten(-1, (self.streams, -1))
-        started = self.e_proj(self.enorm(embedded)).unsqueeze(-2) + self.h_proj(before)
-        streams: Tensor = self.mtp_model_layer(started.flatten(-2), pattern, angles, cache)
-        return streams
+    def normed(self, hidden: Tensor) -> Tensor:
+        normed: Tensor = self.hnorm(hidden).unflatten(-1, (self.streams, -1))
+        return normed
 
     def head_input(self, state: Tensor) -> Tensor:
         """Streams [B, S, n H] of the depth -> their mean [B, S, H]."""
